@@ -1,0 +1,29 @@
+"""The exceptions lean raises on purpose. The CLI turns each into one line on stderr and its exit code."""
+
+
+class LeanError(Exception):
+    """Base of all of them. The message is one line: what happened, why, what to do."""
+
+    exit_code = 1
+
+
+class UserError(LeanError):
+    """Something given to lean cannot be used: a flag, a prompt, a path, a checkpoint."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A flag or option value, or a combination of them, is impossible."""
+
+
+class ModelError(UserError):
+    """A model cannot be found, is damaged, or is of a kind lean refuses."""
+
+
+class RequestError(UserError):
+    """A prompt or its sampling parameters can never be served by this engine."""
+
+
+class EngineError(LeanError):
+    """The engine itself failed: a kernel, or a model that computes non-finite numbers."""
