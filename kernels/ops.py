@@ -1,0 +1,182 @@
+"""The two ops of lean: `kv_write` and `paged_attention`. Wrappers check, back ends trust.
+
+The ops take a pool's one uint8 arena, a byte offset and format numbers, so that ``torch.compile`` sees a single mutated
+tensor and no typed views. The torch reference serves every device that has no faster back end.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import reference
+from .layout import ALIGNMENT, BLOCK_SIZES, KVLayout
+
+_LIBRARY = torch.library.Library("lean", "DEF")
+_LIBRARY.define(
+    "kv_write(Tensor(a!) arena, Tensor key, Tensor value, Tensor slot_mapping, "
+    "int layer_offset, int block_size, int k_format, int v_format) -> ()"
+)
+_LIBRARY.define(
+    "paged_attention(Tensor query, Tensor? query_sink, Tensor arena, Tensor block_tables, "
+    "Tensor? exact_arena, Tensor? exact_block_tables, Tensor query_start_loc, Tensor seq_lens, Tensor? sink_logits, "
+    "int layer_offset, int exact_layer_offset, int block_size, int num_kv_heads, int v_dim, "
+    "int k_format, int v_format, int exact_k_format, int exact_v_format, float scale, float softcap, "
+    "int window, int num_sink_tokens, int residual_length, int num_exact_sinks) -> Tensor"
+)
+_LIBRARY.impl("kv_write", reference.kv_write, "CompositeExplicitAutograd")
+_LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("lean::kv_write")
+def _(arena: torch.Tensor, *args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("lean::paged_attention")
+def _(query: torch.Tensor, *args: Any) -> torch.Tensor:
+    v_dim = args[_V_DIM]
+    return query.new_empty(query.shape[0], query.shape[1], v_dim)
+
+
+_V_DIM = [arg.name for arg in torch.ops.lean.paged_attention.default._schema.arguments].index("v_dim") - 1
+
+
+def backend(device: torch.device) -> str:
+    """Name of the kernels that serve ``device``; ``LEAN_KERNELS=reference`` asks for the torch reference."""
+    wanted = os.environ.get("LEAN_KERNELS", "")
+    if wanted not in ("", "reference"):
+        raise ValueError(f"LEAN_KERNELS={wanted!r} is unknown: leave it empty or write 'reference'")
+    return f"torch reference ({device.type})"
+
+
+@dataclass(frozen=True)
+class LayerPool:
+    """One layer's share of a block pool.
+
+    Attributes:
+        arena: uint8 [num_blocks, block_bytes]; block 0 is the null block.
+        layout: the layer's part of a block.
+        offset: where in a block that part starts, in bytes.
+    """
+
+    arena: torch.Tensor
+    layout: KVLayout
+    offset: int
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        if self.arena.dtype != torch.uint8 or self.arena.dim() != 2 or self.arena.stride(1) != 1:
+            raise ValueError(
+                f"arena must be uint8 [num_blocks, block_bytes], got {self.arena.dtype} {self.arena.shape}"
+            )
+        if self.offset % ALIGNMENT or self.arena.stride(0) % ALIGNMENT:
+            raise ValueError(f"layer offset {self.offset} and block stride must be multiples of {ALIGNMENT}")
+        if self.offset + layout.nbytes > self.arena.shape[1]:
+            raise ValueError(f"layer of {layout.nbytes} bytes at {self.offset} leaves a block of {self.arena.shape[1]}")
+        if layout.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {layout.block_size}")
+        if not (layout.k_format.supports(layout.k_dim) and layout.v_format.supports(layout.v_dim)):
+            raise ValueError(f"head dims {layout.k_dim}/{layout.v_dim} must be divisible by 8 for this format")
+
+
+def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Encode new K/V and write them into their slots of the pool.
+
+    Args:
+        key: [num_tokens, num_kv_heads, k_dim], after RoPE. value: [num_tokens, num_kv_heads, v_dim].
+        slot_mapping: int64 [num_tokens], block id x block_size + slot; negative entries are padding.
+    """
+    layout = pool.layout
+    if key.shape[1:] != (layout.num_kv_heads, layout.k_dim) or value.shape[1:] != (layout.num_kv_heads, layout.v_dim):
+        raise ValueError(f"key {tuple(key.shape)} / value {tuple(value.shape)} do not fit {layout}")
+    if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
+        raise ValueError(f"{key.shape[0]} keys, {value.shape[0]} values, {slot_mapping.shape[0]} slots")
+    torch.ops.lean.kv_write(
+        pool.arena,
+        key,
+        value,
+        slot_mapping,
+        pool.offset,
+        layout.block_size,
+        layout.k_format.code,
+        layout.v_format.code,
+    )
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: LayerPool,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    num_sink_tokens: int = 0,
+    query_sink: torch.Tensor | None = None,
+    exact: LayerPool | None = None,
+    exact_block_tables: torch.Tensor | None = None,
+    residual_length: int = 0,
+    num_exact_sinks: int = 0,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of packed query rows over the paged cache; their own K/V must be written already.
+
+    The row at position i of a sequence sees keys j <= i with i - j < window (all with window 0) or j < num_sink_tokens.
+    With a residual it reads keys with i - j < residual_length or j < num_exact_sinks from the exact pool.
+
+    Args:
+        query: [num_tokens, num_q_heads, k_dim], after RoPE; query head h uses KV head h // group.
+        block_tables: int32 [num_seqs, max_blocks], ids of the pool's blocks, 0 (the null block) where evicted.
+        query_start_loc: int32 [num_seqs + 1]; rows query_start_loc[s] .. query_start_loc[s + 1] belong to sequence s.
+        seq_lens: int32 [num_seqs], tokens in the cache, this step's included.
+        scale: multiplies the scores. softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        query_sink: like query, turned back by `layout.sink_shift`; used for the sink keys. None: the query itself.
+        sink_logits: [num_q_heads], one more logit per head that takes probability and gives no value (gpt-oss).
+
+    Returns:
+        [num_tokens, num_q_heads, v_dim] in the query's dtype; rows beyond query_start_loc[-1] are zeros.
+    """
+    layout = pool.layout
+    if query.dim() != 3 or query.shape[2] != layout.k_dim or query.shape[1] % layout.num_kv_heads:
+        raise ValueError(f"query {tuple(query.shape)} does not fit {layout}")
+    if query_start_loc.shape[0] != seq_lens.shape[0] + 1 or block_tables.shape[0] != seq_lens.shape[0]:
+        raise ValueError("query_start_loc, seq_lens and block_tables disagree about the number of sequences")
+    if num_sink_tokens and not window:
+        raise ValueError("num_sink_tokens needs a window; full attention sees every key anyway")
+    if (residual_length > 0) != (exact is not None) or (exact is not None) != (exact_block_tables is not None):
+        raise ValueError("a residual needs an exact pool, its block tables and residual_length > 0")
+    if query_sink is not None and query_sink.shape != query.shape:
+        raise ValueError(f"query_sink {tuple(query_sink.shape)} is not shaped like query {tuple(query.shape)}")
+    if sink_logits is not None and sink_logits.shape != (query.shape[1],):
+        raise ValueError(f"sink_logits {tuple(sink_logits.shape)} must be [{query.shape[1]}]")
+    exact_layout = exact.layout if exact is not None else layout
+    return torch.ops.lean.paged_attention(
+        query,
+        query_sink,
+        pool.arena,
+        block_tables,
+        exact.arena if exact is not None else None,
+        exact_block_tables,
+        query_start_loc,
+        seq_lens,
+        sink_logits,
+        pool.offset,
+        exact.offset if exact is not None else 0,
+        layout.block_size,
+        layout.num_kv_heads,
+        layout.v_dim,
+        layout.k_format.code,
+        layout.v_format.code,
+        exact_layout.k_format.code,
+        exact_layout.v_format.code,
+        float(scale),
+        float(softcap),
+        window,
+        num_sink_tokens,
+        residual_length,
+        num_exact_sinks,
+    )
