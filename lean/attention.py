@@ -1,0 +1,104 @@
+"""lean's attention function and mask function for transformers models, and the batch metadata they travel with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from lean.kernels.ops import kv_write, paged_attention
+from lean.kv_cache import KVCache
+
+NAME = "lean"
+
+# Keyword arguments that transformers hands to every attention function and that change nothing here: positions are in
+# the rotated query and key, and lean keeps its own cache.
+_HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal", "position_embeddings", "output_attentions"}
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's packed sequences.
+
+    Attributes:
+        query_start_loc: int32 [num_seqs + 1], cumulative query lengths.
+        seq_lens: int32 [num_seqs], tokens in the cache, this step's included.
+        positions: int64 [num_tokens].
+        slot_mapping: per pool, int64 [num_tokens], block id x block_size + slot, negative for padding.
+        block_tables: per pool, int32 [num_seqs, max_blocks].
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: tuple[torch.Tensor, ...]
+    block_tables: tuple[torch.Tensor, ...]
+
+
+def lean_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    attention_batch: AttentionBatch,
+    kv_cache: KVCache,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write this layer's new K/V into the cache, then attend to what the cache holds.
+
+    Args:
+        query: [1, num_q_heads, num_tokens, k_dim]; key, value: [1, num_kv_heads, num_tokens, dim], after RoPE.
+        s_aux: [num_q_heads], sink logits (gpt-oss).
+
+    Returns:
+        [1, num_tokens, num_q_heads, v_dim], and None for the weights, which are never formed.
+
+    Raises:
+        TypeError: the model passes something that would be dropped.
+    """
+    layer = kv_cache.layers[module.layer_idx]  # type: ignore[index]
+    group = layer.group
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+    if unknown or kwargs.get("is_causal") is False or dropout:
+        raise TypeError(f"attention argument not supported: {', '.join(unknown) or 'is_causal=False or dropout'}")
+    if (sliding_window or 0) != group.window:
+        raise TypeError(f"layer {module.layer_idx} asks for window {sliding_window}, the cache has {group.window}")
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    kv_write(layer.pool, k, v, attention_batch.slot_mapping[group.pool])
+    if layer.exact is not None and group.exact_pool is not None:
+        kv_write(layer.exact, k, v, attention_batch.slot_mapping[group.exact_pool])
+    out = paged_attention(
+        q,
+        layer.pool,
+        attention_batch.block_tables[group.pool],
+        attention_batch.query_start_loc,
+        attention_batch.seq_lens,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap or 0.0,
+        window=group.window,
+        exact=layer.exact,
+        exact_block_tables=None if group.exact_pool is None else attention_batch.block_tables[group.exact_pool],
+        residual_length=group.residual_length,
+        num_exact_sinks=group.num_exact_sinks,
+        sink_logits=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The cache knows what is visible: no mask is ever built."""
+    return None
+
+
+def register() -> None:
+    """Make ``attn_implementation="lean"`` known to transformers."""
+    AttentionInterface.register(NAME, lean_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,178 @@
+"""Which block belongs to whom: ids and counts only, no tensors.
+
+A pool keeps every token of a sequence, or, with a window, only what some future query can still see: the last
+``window`` tokens and the first ``num_sink_tokens``. Blocks that left go back to the pool and the table points at the
+null block in their place, so that positions stay aligned.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lean.kernels.layout import first_in_window
+
+NULL_BLOCK = 0
+
+
+def hash_block(parent: bytes | None, token_ids: Sequence[int], salt: str = "", group: int = 0) -> bytes:
+    """Content hash of a full block: its tokens, all tokens before it (through ``parent``), salt and cache group."""
+    text = f"{salt!r}|{group}|{','.join(map(str, token_ids))}".encode()
+    return hashlib.sha256((parent or b"") + b"|" + text).digest()
+
+
+@dataclass(frozen=True)
+class PoolRule:
+    """What a pool holds: ``num_blocks`` usable blocks, and which tokens stay. window 0 keeps all."""
+
+    num_blocks: int
+    window: int = 0
+    num_sink_tokens: int = 0
+
+    @property
+    def bounded(self) -> bool:
+        return self.window > 0
+
+
+class BlockPool:
+    """Blocks 1 .. num_blocks with reference counts; block 0 is the null block, never handed out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.refs = [0] * (num_blocks + 1)
+        self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))  # least recently used first
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def take(self) -> int:
+        """A free block; what it held is forgotten. Raises KeyError when none is left."""
+        block, _ = self._free.popitem(last=False)
+        self.hashes[block] = None
+        self.refs[block] = 1
+        return block
+
+    def drop(self, block: int) -> None:
+        """Give one reference back; the last one frees the block."""
+        if self.refs[block] < 1:
+            raise ValueError(f"block {block} is not in use")
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            self._free[block] = None
+
+    def check_integrity(self) -> None:
+        free = set(self._free)
+        assert NULL_BLOCK not in free, "the null block is in the free queue"
+        assert self.refs[NULL_BLOCK] == 0, "the null block is referenced"
+        for block in range(1, self.num_blocks + 1):
+            assert (self.refs[block] == 0) == (block in free), f"block {block}: {self.refs[block]} references"
+
+
+@dataclass
+class _Sequence:
+    tables: list[list[int]]  # per pool, one id per block of positions
+    num_tokens: int = 0
+    first_kept: list[int] = field(default_factory=list)  # per pool, blocks before it (sinks aside) are gone
+
+
+class BlockManager:
+    """Block tables of all sequences over all pools."""
+
+    def __init__(self, rules: Sequence[PoolRule], block_size: int) -> None:
+        self.rules = tuple(rules)
+        self.block_size = block_size
+        self.pools = [BlockPool(rule.num_blocks) for rule in rules]
+        self._sequences: dict[int, _Sequence] = {}
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def can_append(self, seq_id: int, num_tokens: int) -> bool:
+        """Whether every pool has the blocks for ``num_tokens`` more tokens."""
+        seq = self._sequences.get(seq_id)
+        have, length = (len(seq.tables[0]), seq.num_tokens) if seq else (0, 0)
+        need = self.blocks_for(length + num_tokens) - have
+        return all(pool.num_free >= need for pool in self.pools)
+
+    def append(self, seq_id: int, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` more tokens of a sequence, new or known. All pools or, with an error, none."""
+        if not self.can_append(seq_id, num_tokens):
+            raise ValueError(f"sequence {seq_id}: no blocks for {num_tokens} more tokens")
+        none = [[] for _ in self.pools], 0, [0] * len(self.pools)
+        seq = self._sequences.setdefault(seq_id, _Sequence(*none))
+        seq.num_tokens += num_tokens
+        for pool, table in zip(self.pools, seq.tables):
+            while len(table) < self.blocks_for(seq.num_tokens):
+                table.append(pool.take())
+
+    def evict(self, seq_id: int) -> None:
+        """Free the blocks that no token after the present last one can see."""
+        seq = self._sequences[seq_id]
+        for index, (rule, pool, table) in enumerate(zip(self.rules, self.pools, seq.tables)):
+            first = first_in_window(seq.num_tokens, rule.window) // self.block_size
+            start = max(seq.first_kept[index], self.blocks_for(rule.num_sink_tokens))
+            for block_index in range(start, first):
+                pool.drop(table[block_index])
+                table[block_index] = NULL_BLOCK
+            seq.first_kept[index] = max(seq.first_kept[index], first)
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Forget the tokens from ``num_tokens`` on. Raises ValueError where the window before them is gone already."""
+        seq = self._sequences[seq_id]
+        if not 0 <= num_tokens <= seq.num_tokens:
+            raise ValueError(f"sequence {seq_id} holds {seq.num_tokens} tokens, cannot truncate to {num_tokens}")
+        for rule, table in zip(self.rules, seq.tables):
+            seen = range(first_in_window(num_tokens, rule.window) // self.block_size, self.blocks_for(num_tokens))
+            if any(table[index] == NULL_BLOCK for index in seen):
+                raise ValueError(f"sequence {seq_id}: the window before token {num_tokens} has been evicted")
+        seq.num_tokens = num_tokens
+        for index, (pool, table) in enumerate(zip(self.pools, seq.tables)):
+            while len(table) > self.blocks_for(num_tokens):
+                block = table.pop()
+                if block != NULL_BLOCK:
+                    pool.drop(block)
+            seq.first_kept[index] = min(seq.first_kept[index], len(table))
+
+    def free(self, seq_id: int) -> None:
+        """Give back everything a sequence holds; unknown sequences hold nothing."""
+        seq = self._sequences.pop(seq_id, None)
+        if seq is None:
+            return
+        for pool, table in zip(self.pools, seq.tables):
+            for block in table:
+                if block != NULL_BLOCK:
+                    pool.drop(block)
+
+    def table(self, seq_id: int, pool: int) -> list[int]:
+        """Block ids of a sequence in one pool, by position; the null block where evicted. Not to be changed."""
+        return self._sequences[seq_id].tables[pool]
+
+    def num_tokens(self, seq_id: int) -> int:
+        return self._sequences[seq_id].num_tokens if seq_id in self._sequences else 0
+
+    def tokens_held(self) -> int:
+        """Tokens in the cache, of all sequences."""
+        return sum(seq.num_tokens for seq in self._sequences.values())
+
+    def tokens_kept(self, pool: int) -> int:
+        """Tokens whose block in this pool has not been evicted, of all sequences."""
+        return sum(
+            seq.num_tokens - self.block_size * seq.tables[pool].count(NULL_BLOCK) for seq in self._sequences.values()
+        )
+
+    def check_integrity(self) -> None:
+        """Every block is free or referenced exactly as often as tables name it. Raises AssertionError."""
+        for index, pool in enumerate(self.pools):
+            pool.check_integrity()
+            named = [0] * (pool.num_blocks + 1)
+            for seq in self._sequences.values():
+                assert len(seq.tables[index]) == self.blocks_for(seq.num_tokens), "a table does not fit its tokens"
+                for block in seq.tables[index]:
+                    named[block] += block != NULL_BLOCK
+            assert named == pool.refs, f"pool {index}: references differ from the tables"

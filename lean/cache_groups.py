@@ -1,0 +1,231 @@
+"""Cache groups and their pools: which layers share what rule, what a block of each pool holds, how many there are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lean.block_manager import PoolRule
+from lean.config import EngineConfig
+from lean.errors import ConfigError
+from lean.kernels.layout import KVLayout
+from lean.quant.formats import BF16, KVFormat, describe
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One attention layer of a model, as its cache sees it. window 0 is full attention."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """A block pool before it has a size: the layers in it, in order, and which tokens stay."""
+
+    layers: tuple[int, ...]
+    layouts: tuple[KVLayout, ...]
+    window: int
+    num_sink_tokens: int
+    exact: bool  # the exact copies beside a quantized pool
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(layout.nbytes for layout in self.layouts)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(layout.bytes_per_token for layout in self.layouts)
+
+    @property
+    def bytes_per_token_bf16(self) -> int:
+        """What a token would take here as bf16."""
+        return sum(replace(layout, k_format=BF16, v_format=BF16).bytes_per_token for layout in self.layouts)
+
+    def offset(self, layer: int) -> int:
+        """Where in a block the part of ``layer`` starts, in bytes."""
+        return sum(layout.nbytes for layout in self.layouts[: self.layers.index(layer)])
+
+    @property
+    def name(self) -> str:
+        k, v = self.layouts[0].k_format, self.layouts[0].v_format
+        return describe(replace(k, rotate=False), replace(v, rotate=False)) if self.exact else describe(k, v)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share window, formats and residual. They own one pool, or two with a residual.
+
+    Attributes:
+        window: a token sees itself and the window - 1 tokens before it; 0: all.
+        residual_length, num_exact_sinks: what is read from the exact pool; 0, 0 without a residual.
+        pool, exact_pool: indices into the plan's pools.
+    """
+
+    layers: tuple[int, ...]
+    window: int
+    residual_length: int
+    num_exact_sinks: int
+    pool: int
+    exact_pool: int | None
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """All groups and pools of a model under one configuration. ``notes`` are lines the user should see."""
+
+    groups: tuple[CacheGroup, ...]
+    pools: tuple[PoolSpec, ...]
+    block_size: int
+    k_format: KVFormat
+    v_format: KVFormat
+    residual_length: int
+    num_exact_sinks: int
+    notes: tuple[str, ...] = ()
+
+    def group_of(self, layer: int) -> CacheGroup:
+        return next(group for group in self.groups if layer in group.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in the pools that hold the cache proper (exact copies left out), all layers."""
+        return sum(pool.bytes_per_token for pool in self.pools if not pool.exact)
+
+    @property
+    def bytes_per_token_bf16(self) -> int:
+        return sum(pool.bytes_per_token_bf16 for pool in self.pools if not pool.exact)
+
+
+def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat) -> CachePlan:
+    """Group the layers of a model. ``dtype_format`` is the raw format of the model's dtype.
+
+    Raises ConfigError where a head_dim does not fit the format.
+    """
+    k_format, v_format = config.formats(dtype_format)
+    residual_length, num_exact_sinks = config.residual(k_format.quantized or v_format.quantized)
+    for index, layer in enumerate(layers):
+        for name, fmt, dim in (("K", k_format, layer.k_dim), ("V", v_format, layer.v_dim)):
+            if not fmt.supports(dim):
+                raise ConfigError(
+                    f"layer {index}: {name} head_dim {dim} does not fit {fmt.name}, which needs a multiple of 8: "
+                    "use --kv-dtype bf16 or fp32"
+                )
+    groups: list[CacheGroup] = []
+    pools: list[PoolSpec] = []
+    notes: list[str] = []
+
+    def add_pool(members: list[int], k: KVFormat, v: KVFormat, window: int, sinks: int, exact: bool) -> int:
+        layouts = tuple(
+            KVLayout(k, v, layers[i].num_kv_heads, layers[i].k_dim, layers[i].v_dim, config.block_size) for i in members
+        )
+        pools.append(PoolSpec(tuple(members), layouts, window, sinks, exact))
+        return len(pools) - 1
+
+    for window in sorted({layer.window for layer in layers}):
+        members = [index for index, layer in enumerate(layers) if layer.window == window]
+        if window and window <= residual_length:
+            # Nothing quantized would ever be read.
+            pool = add_pool(members, dtype_format, dtype_format, window, 0, exact=False)
+            groups.append(CacheGroup(tuple(members), window, 0, 0, pool, None))
+            notes.append(
+                f"layers with window {window} stay {dtype_format.name}: the residual of {residual_length} covers them"
+            )
+            continue
+        pool = add_pool(members, k_format, v_format, window, 0, exact=False)
+        exact_pool = None
+        if residual_length:
+            # Exact copies lie in the rotated basis, so that both parts share one query and one accumulator.
+            k_exact = replace(dtype_format, rotate=k_format.rotate)
+            v_exact = replace(dtype_format, rotate=v_format.rotate)
+            exact_pool = add_pool(members, k_exact, v_exact, residual_length, num_exact_sinks, exact=True)
+        groups.append(CacheGroup(tuple(members), window, residual_length, num_exact_sinks, pool, exact_pool))
+    return CachePlan(
+        tuple(groups),
+        tuple(pools),
+        config.block_size,
+        k_format,
+        v_format,
+        residual_length,
+        num_exact_sinks,
+        tuple(notes),
+    )
+
+
+def _most_blocks_spanned(num_tokens: int, block_size: int) -> int:
+    """Most blocks that ``num_tokens`` consecutive tokens can touch, wherever they start."""
+    return (num_tokens + block_size - 2) // block_size + 1
+
+
+def _bounded_blocks(pool: PoolSpec, config: EngineConfig, max_model_len: int) -> int:
+    """Blocks that ``max_num_seqs`` sequences can ever hold at once in a pool with a window, this step's tokens included.
+
+    A sequence that adds q tokens holds its window - 1 + q last tokens. A step adds max_num_batched_tokens in all; cut
+    over the sequences they start at most one more block each.
+    """
+    size = config.block_size
+    kept = -(-pool.num_sink_tokens // size) + _most_blocks_spanned(pool.window, size)
+    total = config.max_num_seqs * (kept + 1) + -(-config.max_num_batched_tokens // size)
+    return min(total, config.max_num_seqs * -(-max_model_len // size))
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Sizes of all pools. ``num_tokens`` fit into the unbounded ones (all of them, where every pool is bounded)."""
+
+    rules: tuple[PoolRule, ...]
+    num_tokens: int
+    max_model_len: int
+    nbytes: int
+
+
+def size_cache(plan: CachePlan, config: EngineConfig, model_max_len: int, free_bytes: int) -> CacheSize:
+    """Give every pool its number of blocks.
+
+    Args:
+        model_max_len: longest sequence the model itself can take.
+        free_bytes: memory the cache may take where the configuration does not say.
+
+    Raises:
+        ConfigError: the memory asked for holds less than one block, or less than the max_model_len asked for.
+    """
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model_max_len:
+        raise ConfigError(f"max-model-len {wanted} exceeds the {model_max_len} positions of this model")
+    max_model_len = wanted or model_max_len
+    size = plan.block_size
+    bounded = {i: _bounded_blocks(p, config, max_model_len) for i, p in enumerate(plan.pools) if p.window}
+    # One block more than usable in every pool: the null block.
+    bounded_bytes = sum((n + 1) * plan.pools[i].block_bytes for i, n in bounded.items())
+    row_bytes = sum(pool.block_bytes for pool in plan.pools if not pool.window)
+    blocks = 0
+    if row_bytes:
+        needed = -(-max_model_len // size)
+        if config.num_blocks is not None:
+            blocks = config.num_blocks
+        else:
+            budget = free_bytes if config.kv_memory is None else config.kv_memory
+            blocks = (budget - bounded_bytes) // row_bytes - 1
+            least = bounded_bytes + 2 * row_bytes
+            if blocks < 1:
+                raise ConfigError(
+                    f"the KV cache needs at least {least / 2**20:.1f} MiB for one block of {size} tokens, "
+                    f"{budget / 2**20:.1f} MiB are given: raise --kv-memory, or lower --max-num-batched-tokens"
+                )
+            if config.kv_memory is None:
+                blocks = min(blocks, config.max_num_seqs * needed)
+        if blocks < needed:
+            if wanted is not None:
+                raise ConfigError(
+                    f"max-model-len {wanted} needs {needed} blocks of {size} tokens "
+                    f"({(bounded_bytes + (needed + 1) * row_bytes) / 2**20:.1f} MiB), only {blocks} fit: "
+                    "raise --kv-memory or --num-blocks, or lower --max-model-len"
+                )
+            max_model_len = blocks * size
+    rules = tuple(
+        PoolRule(bounded.get(i, blocks), pool.window, pool.num_sink_tokens) for i, pool in enumerate(plan.pools)
+    )
+    tokens = blocks * size if row_bytes else config.max_num_seqs * max_model_len
+    nbytes = sum((rule.num_blocks + 1) * pool.block_bytes for rule, pool in zip(rules, plan.pools))
+    return CacheSize(rules, tokens, max_model_len, nbytes)

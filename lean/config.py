@@ -1,0 +1,119 @@
+"""EngineConfig: every option of the engine and its default, once."""
+
+import re
+from dataclasses import dataclass
+
+from lean.errors import ConfigError
+from lean.kernels.layout import BLOCK_SIZES
+from lean.quant.formats import NAMES, KVFormat, parse_kv_dtype
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_RESIDUAL_LENGTH = 64
+DEFAULT_SINKS = 4
+DEFAULT_MAX_TOKENS = 256
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """``512MiB``, ``1.5GB``, ``4096`` -> bytes. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG]?i?[bB]?)\s*", text)
+    unit = match[2].upper() if match else ""
+    unit = unit + "IB" if unit in ("K", "M", "G") else unit + "B" if unit.endswith("I") else unit
+    if not match or unit not in _UNITS:
+        raise ConfigError(f"cannot read size {text!r}: write a number with KiB, MiB, GiB, KB, MB or GB, e.g. 512MiB")
+    return int(float(match[1]) * _UNITS[unit])
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of one engine. Fields left None are derived from the model and the machine.
+
+    Attributes:
+        kv_dtype: format of the KV cache: a name of ``lean.quant.NAMES``, ``k=NAME,v=NAME``, or ``auto``, the model's
+            own dtype.
+        kv_residual_length: the last so many tokens are read exact; 64 for quantized formats. 0 turns it off.
+        sinks: the first so many tokens are read exact too, where there is a residual; 4.
+        block_size: tokens per block.
+        num_blocks: usable blocks of each unbounded pool.
+        kv_memory: bytes for all pools together.
+        max_model_len: longest sequence, prompt and answer together; the model's own.
+        prefill_chunk: most prompt tokens of one sequence in one step.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens of all sequences in one step.
+        dtype: dtype of weights and activations; ``auto`` is the checkpoint's.
+        device: ``auto`` is the first GPU, else the CPU.
+        threads: CPU threads; torch's own choice.
+        deterministic: linear layers and expert products in fixed row tiles, so that chunking and company do not change
+            a single bit.
+        trust_remote_code: let transformers run code that lies in the model's folder.
+    """
+
+    kv_dtype: str = "int8"
+    kv_residual_length: int | None = None
+    sinks: int | None = None
+    block_size: int = 32
+    num_blocks: int | None = None
+    kv_memory: int | None = None
+    max_model_len: int | None = None
+    prefill_chunk: int = 512
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 512
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    deterministic: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        def refuse(field: str, why: str) -> None:
+            raise ConfigError(f"{field.replace('_', '-')} {getattr(self, field)!r} {why}")
+
+        if self.kv_dtype != "auto":
+            try:
+                parse_kv_dtype(self.kv_dtype)
+            except ValueError as error:
+                raise ConfigError(f"{error} (or auto)") from None
+        if self.block_size not in BLOCK_SIZES:
+            refuse("block_size", f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
+        if self.dtype not in DTYPES:
+            refuse("dtype", f"must be one of {', '.join(DTYPES)}")
+        for field in ("kv_residual_length", "sinks"):
+            if (getattr(self, field) or 0) < 0:
+                refuse(field, "must not be negative")
+        for field in (
+            "num_blocks",
+            "kv_memory",
+            "max_model_len",
+            "prefill_chunk",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "threads",
+        ):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                refuse(field, "must be at least 1")
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise ConfigError("num-blocks and kv-memory both set the size of the cache: give one of them")
+
+    def formats(self, dtype_format: KVFormat) -> tuple[KVFormat, KVFormat]:
+        """(K format, V format); ``dtype_format`` stands in for ``auto``."""
+        return (dtype_format,) * 2 if self.kv_dtype == "auto" else parse_kv_dtype(self.kv_dtype)
+
+    def residual(self, quantized: bool) -> tuple[int, int]:
+        """(residual length, exact sinks) for a cache that is ``quantized`` or not. Raises ConfigError."""
+        if not quantized:
+            if self.kv_residual_length:
+                raise ConfigError(
+                    f"kv-residual-length {self.kv_residual_length} has no meaning for kv-dtype {self.kv_dtype}, "
+                    "which is stored as is: leave it out or choose a quantized format"
+                )
+            return 0, 0
+        length = DEFAULT_RESIDUAL_LENGTH if self.kv_residual_length is None else self.kv_residual_length
+        if length == 0:
+            return 0, 0
+        return length, DEFAULT_SINKS if self.sinks is None else self.sinks
+
+
+KV_DTYPE_HELP = f"KV cache format: {', '.join(NAMES)}, auto (the model's dtype), or k=NAME,v=NAME."

@@ -1,0 +1,41 @@
+"""Token ids to text, piece by piece, never half a character and never taking text back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are no character yet
+
+
+class Detokenizer:
+    """Streams the text of one sequence.
+
+    A piece is what the decode of a short window of tokens gained by its newest ones. Replacement characters at the end
+    of the window may still become a character, so they wait until something follows or the stream ends.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # the window: tokens from here on, the first few only for context (spaces, merged characters)
+        self._read = 0  # tokens before it had ended in a whole character
+        self._given = 0  # characters of the window's text that are given out
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with these tokens; may be empty."""
+        self._ids.extend(token_ids)
+        text = self._decode(self._ids[self._start :])
+        certain = text.rstrip(REPLACEMENT)
+        piece = certain[self._given :]
+        if len(certain) < len(text):
+            self._given = max(self._given, len(certain))
+        else:
+            self._start, self._read = self._read, len(self._ids)
+            self._given = len(self._decode(self._ids[self._start :]))
+        return piece
+
+    def finish(self) -> str:
+        """What was held back. A character that never got its last bytes comes out as the replacement character."""
+        return self._decode(self._ids[self._start :])[self._given :]

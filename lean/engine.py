@@ -1,0 +1,339 @@
+"""LLM: one model, one cache, requests in, tokens out."""
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lean import memory, rotary
+from lean.block_manager import BlockManager
+from lean.cache_groups import plan_cache, size_cache
+from lean.config import EngineConfig
+from lean.detokenizer import Detokenizer
+from lean.errors import ConfigError, EngineError, ModelError, RequestError
+from lean.hub import resolve
+from lean.kernels.ops import backend
+from lean.kv_cache import KVCache, PoolUse, pool_use
+from lean.model import LoadedModel, inspect_model, load_model
+from lean.quant import raw_format
+from lean.request import Request, RequestOutput, SamplingParams
+from lean.runner import LOGIT_SLICE, Runner
+from lean.sampler import sample
+from lean.scheduler import Chunk, Scheduler
+
+log = logging.getLogger("lean")
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What the cache holds at one moment.
+
+    ``bytes_held`` is what the blocks in use really occupy, exact copies included; ``bytes_if_bf16`` is for the same
+    tokens in bf16, without blocks.
+    """
+
+    tokens_held: int
+    bytes_held: int
+    bytes_if_bf16: int
+    pools: list[PoolUse]
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is the first GPU, else the CPU. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+class LLM:
+    """A model answering through a paged KV cache.
+
+    Args:
+        model: a local folder, a GGUF file, a known name, a hub id, or a `LoadedModel` that engines share.
+        config: see `EngineConfig`.
+        progress: show progress bars on stderr while fetching.
+
+    Raises:
+        UserError: the model or the configuration cannot be used; the message says why and what to do.
+    """
+
+    def __init__(
+        self, model: str | LoadedModel, config: EngineConfig | None = None, *, progress: bool = False
+    ) -> None:
+        started = time.perf_counter()
+        self.config = config = config or EngineConfig()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = choose_device(config.device)
+        if isinstance(model, LoadedModel):
+            info, device = model.info, model.device
+        else:
+            source = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
+            info = inspect_model(source, config.dtype, config.trust_remote_code)
+        # Everything that can be refused is refused before the weights are read.
+        self.plan = plan_cache(info.layers, config, raw_format(info.dtype))
+        if not isinstance(model, LoadedModel):
+            size_cache(self.plan, config, info.max_position_embeddings, memory.cache_budget(device))
+            model = load_model(info, device, config.deterministic)
+        self.model = model
+        self.size = size_cache(self.plan, config, info.max_position_embeddings, memory.cache_budget(device))
+        self.notes = list(self.plan.notes)
+        wanted = config.max_model_len or info.max_position_embeddings
+        if self.size.max_model_len < wanted:
+            self.notes.append(f"max-model-len lowered from {wanted} to {self.size.max_model_len}: that is what fits")
+        self.notes += rotary.install(model.module, self.size.max_model_len, info.source.name)
+        self._manager = BlockManager(self.size.rules, config.block_size)
+        self._scheduler = Scheduler(config, self._manager, self.size)
+        self._runner = Runner(model, KVCache(self.plan, self.size, device), self._manager, config.deterministic)
+        self._requests: dict[int, Request] = {}
+        self._text: dict[int, Detokenizer] = {}
+        self._ids = itertools.count()
+        self._steps = 0
+        self.kernels = backend(device)
+        self.peak_use = self.stats()
+        self._probe()
+        self.load_s = time.perf_counter() - started
+
+    def _probe(self) -> None:
+        """Run one token, so that a model that does not fit fails here and not in somebody's request."""
+        probe = Request(next(self._ids), [0], SamplingParams())
+        try:
+            self._manager.append(probe.id, 1)
+            self._runner.logits(self._runner.run([Chunk(probe, 0, 1)]))
+        except TypeError as error:
+            raise ModelError(f"{self.model.info.source.name}: {error}") from None
+        finally:
+            self._manager.free(probe.id)
+
+    # --- the seam for servers and evaluation ---
+
+    def add_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, *, keep_hidden: bool = False
+    ) -> int:
+        """Queue token ids; returns the request's id. Raises RequestError for what can never be served."""
+        ids = [int(token) for token in prompt_token_ids]
+        if ids and not 0 <= min(ids) <= max(ids) < self.model.vocab_size:
+            raise RequestError(f"token id {max(ids)} or {min(ids)} is outside 0 .. {self.model.vocab_size - 1}")
+        params = self._resolve(params or SamplingParams(), len(ids))
+        generator = None
+        if params.temperature:
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            generator = torch.Generator().manual_seed(seed)
+        request = Request(next(self._ids), ids, params, generator, keep_hidden)
+        self._scheduler.add(request)
+        self._requests[request.id] = request
+        self._text[request.id] = Detokenizer(self.model.tokenizer)
+        return request.id
+
+    def _resolve(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
+        """Fill what is None from the model's defaults, and end with the model's length."""
+        defaults = {"temperature": 0.0, **self.model.generation}
+        fill = {key: value for key, value in defaults.items() if getattr(params, key) is None}
+        room = max(1, self.size.max_model_len - prompt_tokens)
+        return replace(params, **fill, max_tokens=min(params.max_tokens, room))
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Run one step; one output per request that got a token, ended or failed."""
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return []
+        self._steps += 1
+        hidden = self._runner.run(chunks)
+        use = self.stats()
+        if use.tokens_held >= self.peak_use.tokens_held:
+            self.peak_use = use
+        ends = list(itertools.accumulate(chunk.end - chunk.start for chunk in chunks))
+        outputs: list[RequestOutput] = []
+        drawing: list[tuple[Chunk, int]] = []
+        for chunk, end in zip(chunks, ends):
+            request = chunk.request
+            self._scheduler.advance(chunk)
+            if request.keep_hidden:
+                request.hidden.append(hidden[end - (chunk.end - chunk.start) : end])
+                if not bool(request.hidden[-1].isfinite().all()):
+                    outputs.append(self._fail(chunk))
+                elif chunk.completes:
+                    self._scheduler.finish(request, "length")
+                    outputs.append(self._output(request, []))
+            elif chunk.completes:
+                drawing.append((chunk, end - 1))
+        if drawing:
+            logits = self._runner.logits(hidden[[row for _, row in drawing]])
+            finite = logits.isfinite().all(-1).tolist()
+            logits[:, self.model.token_limit :] = -torch.inf
+            for (chunk, _), row, ok in zip(drawing, logits, finite):
+                outputs.append(self._draw(chunk.request, row) if ok else self._fail(chunk))
+        return outputs
+
+    def _draw(self, request: Request, logits: torch.Tensor) -> RequestOutput:
+        token = sample(logits, request.params, request.generator)
+        request.output_token_ids.append(token)
+        if token in self.model.eos_token_ids and not request.params.ignore_eos:
+            self._scheduler.finish(request, "stop")
+        elif len(request.output_token_ids) >= request.params.max_tokens:
+            self._scheduler.finish(request, "length")
+        return self._output(request, [token])
+
+    def _fail(self, chunk: Chunk) -> RequestOutput:
+        layer = self._runner.first_bad_layer(chunk)
+        where = "after the last layer" if layer is None else f"first in the K/V of layer {layer}"
+        error = (
+            f"the model computed non-finite numbers at step {self._steps}, {where}, "
+            f"tokens {chunk.start}..{chunk.end - 1}: try --dtype bfloat16 or float32, or check the weights"
+        )
+        self._scheduler.finish(chunk.request, "error", error)
+        return self._output(chunk.request, [])
+
+    def _output(self, request: Request, new: list[int]) -> RequestOutput:
+        decoder = self._text[request.id]
+        stopped = request.finish_reason == "stop"
+        text = decoder.add(new[:-1] if stopped else new)
+        if request.finish_reason is not None:
+            text += decoder.finish()
+            self._requests.pop(request.id)
+            self._text.pop(request.id)
+        prompt = len(request.prompt_token_ids)
+        return RequestOutput(request.id, text, new, prompt, request.finish_reason, request.error)
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request and free its blocks; unknown or finished ones are ignored."""
+        request = self._requests.pop(request_id, None)
+        self._text.pop(request_id, None)
+        if request is not None:
+            self._scheduler.finish(request, "error", "aborted")
+
+    # --- what people call ---
+
+    def encode(self, prompt: str, *, chat: bool | None = None) -> list[int]:
+        """Prompt text to token ids.
+
+        Args:
+            chat: put the text into the model's chat template; None does where there is one.
+
+        Raises:
+            RequestError: an empty prompt, or a chat without a template.
+        """
+        tokenizer = self.model.tokenizer
+        if not prompt:
+            raise RequestError("the prompt is empty: give some text")
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if chat and not has_template:
+            raise RequestError("the model has no chat template: use --no-chat to complete the text as it is")
+        if has_template and chat is not False:
+            turns = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes its own BOS
+        ids = list(tokenizer(prompt)["input_ids"])
+        if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+            log.warning("the prompt begins with %s and the tokenizer adds another one", tokenizer.bos_token)
+        return ids
+
+    def _ids_of(self, prompt: str | Sequence[int], chat: bool | None) -> list[int]:
+        return self.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool | None = False
+    ) -> Iterator[RequestOutput]:
+        """Yield one output per token: its text piece, and at the end the finish reason. Leaving the loop aborts."""
+        request_id = self.add_request(self._ids_of(prompt, chat), params)
+        try:
+            while request_id in self._requests:
+                yield from (output for output in self.step() if output.request_id == request_id)
+        finally:
+            self.abort(request_id)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        chat: bool | None = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids) and return one whole output each, in order.
+
+        A request whose numbers became non-finite ends with finish_reason "error" and the error's text.
+        """
+        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        ids: list[int] = []
+        parts: dict[int, list[RequestOutput]] = {}
+        try:
+            for prompt in batch:
+                ids.append(self.add_request(self._ids_of(prompt, chat), params))
+            while any(request_id in self._requests for request_id in ids):
+                for output in self.step():
+                    parts.setdefault(output.request_id, []).append(output)
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+        return [
+            replace(
+                parts[request_id][-1],
+                text="".join(part.text for part in parts[request_id]),
+                token_ids=[token for part in parts[request_id] for token in part.token_ids],
+            )
+            for request_id in ids
+        ]
+
+    def hidden_states(self, token_ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Run tokens through the cache; yields (position of the first row, hidden [rows, hidden_size]) per chunk.
+
+        `logits` turns rows into predictions of the next token. Raises EngineError for non-finite numbers.
+        """
+        request_id = self.add_request(token_ids, keep_hidden=True)
+        request = self._requests[request_id]
+        position = 0
+        try:
+            while request_id in self._requests:
+                self.step()
+                if request.error:
+                    raise EngineError(request.error)
+                while request.hidden:
+                    rows = request.hidden.pop(0)
+                    yield position, rows
+                    position += rows.shape[0]
+        finally:
+            self.abort(request_id)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> logits [rows, vocab], float32; rows are best given LOGIT_SLICE at a time."""
+        return self._runner.logits(hidden)
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Log-probability of every token but the first, given those before it, all read through the cache.
+
+        Logits exist for LOGIT_SLICE rows at once.
+
+        Returns:
+            float32 [len(token_ids) - 1] (float64 for a float64 model), natural logarithm, on the CPU.
+        """
+        targets = torch.tensor(list(token_ids), device=self.model.device)
+        scores = []
+        for position, hidden in self.hidden_states(token_ids):
+            for start in range(0, hidden.shape[0], LOGIT_SLICE):
+                rows = hidden[start : start + LOGIT_SLICE]
+                first = position + start + 1
+                wanted = targets[first : first + rows.shape[0]]
+                logits = self.logits(rows[: wanted.shape[0]])
+                scores.append(logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(-1))
+        return torch.cat(scores).cpu()
+
+    def stats(self) -> CacheUse:
+        """What the cache holds now; `peak_use` keeps the moment with the most tokens."""
+        pools = pool_use(self.plan, self._manager)
+        bf16 = sum(
+            self._manager.tokens_kept(index) * spec.bytes_per_token_bf16
+            for index, spec in enumerate(self.plan.pools)
+            if not spec.exact
+        )
+        return CacheUse(self._manager.tokens_held(), sum(pool.bytes_held for pool in pools), bf16, pools)

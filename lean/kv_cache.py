@@ -1,0 +1,74 @@
+"""The cache's tensors: one uint8 arena per pool, block-major, and the metadata that a step's attention reads."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lean.block_manager import BlockManager
+from lean.cache_groups import CacheGroup, CachePlan, CacheSize
+from lean.kernels.ops import LayerPool
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What one attention layer needs to find its K/V: its group and its share of the group's pools."""
+
+    group: CacheGroup
+    pool: LayerPool
+    exact: LayerPool | None
+
+
+class KVCache:
+    """Arenas ``[num_blocks + 1, block_bytes]`` of all pools; a block's bytes for all layers lie together.
+
+    Memory is not cleared: nothing that was never written may ever matter.
+    """
+
+    def __init__(self, plan: CachePlan, size: CacheSize, device: torch.device) -> None:
+        self.plan = plan
+        self.arenas = [
+            torch.empty(rule.num_blocks + 1, pool.block_bytes, dtype=torch.uint8, device=device)
+            for rule, pool in zip(size.rules, plan.pools)
+        ]
+        self.layers: dict[int, LayerCache] = {}
+        for group in plan.groups:
+            for layer in group.layers:
+                exact = None if group.exact_pool is None else self._share(group.exact_pool, layer)
+                self.layers[layer] = LayerCache(group, self._share(group.pool, layer), exact)
+
+    def _share(self, pool: int, layer: int) -> LayerPool:
+        spec = self.plan.pools[pool]
+        return LayerPool(self.arenas[pool], spec.layouts[spec.layers.index(layer)], spec.offset(layer))
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """What one pool holds at this moment; a row of ``kv.pools`` in reports."""
+
+    layers: list[int]
+    format: str
+    exact: bool
+    window: int
+    sinks: int
+    bytes_per_token: int
+    num_blocks: int
+    blocks_used: int
+    bytes_held: int
+
+
+def pool_use(plan: CachePlan, manager: BlockManager) -> list[PoolUse]:
+    """Occupancy of every pool: ``bytes_held`` is what its blocks in use really take."""
+    return [
+        PoolUse(
+            list(spec.layers),
+            spec.name,
+            spec.exact,
+            spec.window,
+            spec.num_sink_tokens,
+            spec.bytes_per_token,
+            pool.num_blocks,
+            pool.num_used,
+            pool.num_used * spec.block_bytes,
+        )
+        for spec, pool in zip(plan.pools, manager.pools)
+    ]

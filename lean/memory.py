@@ -1,0 +1,37 @@
+"""How much memory a device can still give."""
+
+import os
+from pathlib import Path
+
+import torch
+
+GPU_SHARE = 0.9
+CPU_SHARE = 0.25
+
+
+def _cgroup_free() -> int | None:
+    """Bytes left under this process's control-group limit (version 2), where there is one."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def _host_free() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no MemAvailable (macOS): assume half
+
+
+def cache_budget(device: torch.device) -> int:
+    """Bytes the KV cache may take by default: 90% of what a GPU has free, a quarter of free host memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
+    limits = [free for free in (_cgroup_free(), _host_free()) if free is not None]
+    return int(min(limits) * CPU_SHARE)

@@ -1,0 +1,283 @@
+"""transformers models bound to lean: what is accepted, how one is loaded, and how it is called."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from lean import attention
+from lean.cache_groups import LayerShape
+from lean.checkpoint import check_checkpoint
+from lean.errors import ModelError
+from lean.hub import ModelSource
+
+log = logging.getLogger("lean")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model before its weights are loaded.
+
+    Attributes:
+        config: its text configuration.
+        layers: its attention layers, by layer index.
+        dtype: of the weights and activations.
+        parameters: number of parameters, tied ones counted once.
+    """
+
+    source: ModelSource
+    config: Any
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    parameters: int
+    trust_remote_code: bool = False
+
+    @property
+    def architecture(self) -> str:
+        return (getattr(self.config, "architectures", None) or [self.config.model_type])[0]
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(getattr(self.config, "max_position_embeddings", None) or 2**31)
+
+
+def _hub_arguments(source: ModelSource) -> dict[str, Any]:
+    return {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+@contextmanager
+def _as_model_error(what: str) -> Iterator[None]:
+    """What a library raises about the model, as one line."""
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError, MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise ModelError(f"{what}: {_one_line(error)}") from error
+
+
+def resolve_dtype(name: str, config: Any) -> torch.dtype:
+    """``auto`` is the checkpoint's dtype; bfloat16 where it does not say (a GGUF file)."""
+    if name != "auto":
+        return getattr(torch, name)
+    dtype = getattr(config, "dtype", None)
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.bfloat16
+
+
+def refuse_by_config(config: Any, name: str) -> None:
+    """Raise ModelError for a kind of model whose attention lean does not compute."""
+
+    def refuse(what: str) -> None:
+        raise ModelError(f"{name} ({config.model_type}): {what} not supported by lean")
+
+    if config.is_encoder_decoder:
+        refuse("encoder-decoder models are")
+    for kind in set(getattr(config, "layer_types", None) or []):
+        if kind not in ("full_attention", "sliding_attention"):
+            refuse(f"{kind} layers are")
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        refuse("bidirectional attention is")
+    if getattr(config, "attention_chunk_size", None):
+        refuse("chunked attention is")
+    if getattr(config, "kv_lora_rank", None):
+        refuse("multi-head latent attention (MLA) is")
+    if getattr(config, "num_kv_shared_layers", 0):
+        refuse("layers that share another layer's KV are")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
+        if rope.get("mrope_section"):
+            refuse("multi-dimensional rotary positions (M-RoPE) are")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        value = getattr(config, cap, None)
+        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            raise ModelError(f"{name}: config.json has {cap} {value}; it must be a finite number above 0, or null")
+
+
+def _attention_layers(skeleton: torch.nn.Module, config: Any, name: str) -> tuple[LayerShape, ...]:
+    """Shapes and windows of the attention modules. Raises ModelError where they cannot be read."""
+    if not getattr(type(skeleton), "_supports_attention_backend", False):
+        raise ModelError(
+            f"{name} ({config.model_type}): transformers has no exchangeable attention for it, lean cannot serve it"
+        )
+    modules: dict[int, torch.nn.Module] = {}
+    for module in skeleton.modules():
+        if "Attention" in type(module).__name__ and isinstance(getattr(module, "layer_idx", None), int):
+            modules.setdefault(module.layer_idx, module)  # type: ignore[arg-type]
+    if sorted(modules) != list(range(config.num_hidden_layers)):
+        raise ModelError(
+            f"{name} ({config.model_type}): found attention in {len(modules)} of {config.num_hidden_layers} layers; "
+            "linear-attention and state-space layers are not supported by lean"
+        )
+    shapes = []
+    for _, module in sorted(modules.items()):
+        if getattr(module, "is_causal", True) is False:
+            raise ModelError(f"{name} ({config.model_type}): bidirectional attention is not supported by lean")
+        heads = config.num_attention_heads
+        kv_heads = heads // int(getattr(module, "num_key_value_groups", 1))
+        dim = int(getattr(module, "head_dim", None) or config.hidden_size // heads)
+        # The value that the module will pass to its attention function; the first step verifies it.
+        window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
+        shapes.append(LayerShape(heads, kv_heads, dim, dim, int(window or 0)))  # type: ignore[arg-type]
+    return tuple(shapes)
+
+
+def inspect_model(source: ModelSource, dtype: str = "auto", trust_remote_code: bool = False) -> ModelInfo:
+    """Read a model's configuration and shapes without its weights.
+
+    Raises:
+        ModelError: damaged files, code without ``trust_remote_code``, or a kind of model that lean refuses.
+    """
+    if source.gguf_file is None:
+        check_checkpoint(source.folder, trust_remote_code=trust_remote_code)
+    attention.register()
+    with _as_model_error(f"cannot read the configuration of {source.name}"):
+        full = transformers.AutoConfig.from_pretrained(
+            source.folder, trust_remote_code=trust_remote_code, **_hub_arguments(source)
+        )
+        config = full.get_text_config()
+    refuse_by_config(full, source.name)
+    refuse_by_config(config, source.name)
+    with _as_model_error(f"cannot build {source.name}"), torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    parameters = sum(p.numel() for p in skeleton.parameters())
+    return ModelInfo(
+        source,
+        config,
+        _attention_layers(skeleton, config, source.name),
+        resolve_dtype(dtype, config),
+        parameters,
+        trust_remote_code,
+    )
+
+
+@dataclass
+class LoadedModel:
+    """A model with its weights, its tokenizer, and what they say about generation. Holds no cache and no requests."""
+
+    info: ModelInfo
+    module: torch.nn.Module
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._decoder = self.module.get_decoder()  # type: ignore[operator]
+        self._run_decoder: Callable = self._decoder.forward
+        self._decoder.forward = self._decoder_or_given
+
+    def _decoder_or_given(self, *args: Any, lean_hidden: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """The decoder's forward. Given its result, it only hands it on: the model's own head then does the rest."""
+        if lean_hidden is not None:
+            return BaseModelOutputWithPast(last_hidden_state=lean_hidden)
+        return self._run_decoder(*args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+
+    @cached_property
+    def token_limit(self) -> int:
+        """Ids from here on belong to no token; checkpoints pad their vocabulary."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **batch: Any) -> torch.Tensor:
+        """input_ids, position_ids [1, tokens] -> [tokens, hidden_size] after the last norm."""
+        out = self._decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **batch)
+        return out.last_hidden_state[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden_size] -> [rows, vocab], through whatever the model does after its decoder."""
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
+        return self.module(input_ids=ids, lean_hidden=hidden[None], use_cache=False).logits[0]
+
+
+def _generation_defaults(source: ModelSource) -> tuple[set[int], dict[str, Any]]:
+    """(end-of-sequence ids, sampling defaults) of generation_config.json; sampling only where it says do_sample."""
+    path = source.folder / "generation_config.json"
+    if source.gguf_file is not None or not path.is_file():
+        return set(), {}
+    with _as_model_error(f"cannot read {path}"):
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    eos = raw.get("eos_token_id")
+    defaults = {}
+    if raw.get("do_sample"):
+        defaults = {key: raw[key] for key in ("temperature", "top_p", "top_k") if raw.get(key) is not None}
+        defaults.setdefault("temperature", 1.0)
+    return _ids(eos), defaults
+
+
+def _ids(value: Any) -> set[int]:
+    return set() if value is None else {value} if isinstance(value, int) else set(value)
+
+
+def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
+    """The model's tokenizer. Raises ModelError."""
+    with _as_model_error(f"cannot read the tokenizer of {source.name}"):
+        return transformers.AutoTokenizer.from_pretrained(
+            source.folder, trust_remote_code=trust_remote_code, **_hub_arguments(source)
+        )
+
+
+def _list_names(names: Any) -> str:
+    names = sorted(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def load_model(info: ModelInfo, device: torch.device, deterministic: bool = False) -> LoadedModel:
+    """Load the weights. Raises ModelError for tensors that are missing or have another shape."""
+    source = info.source
+    tokenizer = load_tokenizer(source, info.trust_remote_code)
+    arguments = _hub_arguments(source)
+    if source.gguf_file is not None:
+        arguments = {"gguf_file": source.gguf_file, "quantization_config": transformers.GgufConfig(dequantize=True)}
+    else:
+        arguments["use_safetensors"] = True
+    if deterministic:
+        arguments["experts_implementation"] = "eager"  # one plain product per expert, which row tiles can cut
+    with _as_model_error(f"cannot load {source.name}"):
+        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            config=info.config,
+            dtype=info.dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=info.trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported below, with the other faults
+            output_loading_info=True,
+            **arguments,
+        )
+    if report["mismatched_keys"]:
+        name, found, wanted = sorted(report["mismatched_keys"])[0]
+        raise ModelError(
+            f"{source.name}: {name} has shape {list(found)}, config.json asks for {list(wanted)} "
+            f"({len(report['mismatched_keys'])} tensors differ): the files do not belong together"
+        )
+    if report["missing_keys"]:
+        raise ModelError(f"{source.name}: tensors missing from the checkpoint: {_list_names(report['missing_keys'])}")
+    if report["unexpected_keys"]:
+        log.warning("%s: tensors not used: %s", source.name, _list_names(report["unexpected_keys"]))
+    eos, generation = _generation_defaults(source)
+    eos |= _ids(getattr(info.config, "eos_token_id", None)) | _ids(tokenizer.eos_token_id)
+    module = module.to(device).eval().requires_grad_(False)
+    return LoadedModel(info, module, tokenizer, frozenset(eos), generation)
+
+

@@ -1,0 +1,112 @@
+"""lean's rotary angles: position times frequency in float64, whatever the module's dtype.
+
+transformers multiplies in float32, which at position 5,000,000 is off by 0.03. Frequencies and attention scaling stay
+the model's own; only the product, its cosine and its sine are taken in float64.
+"""
+
+from collections.abc import Callable
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lean.errors import ConfigError, ModelError
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+# How transformers models lay the angles of a head out, [..., dim / 2] -> what their apply function expects.
+_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "halves": lambda f: torch.cat((f, f), dim=-1),
+    "pairs": lambda f: f.repeat_interleave(2, dim=-1),
+    "bare": lambda f: f,
+}
+
+
+def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules of the model that turn position ids into (cos, sin)."""
+    return [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding") and hasattr(m, "rope_type")]
+
+
+def layer_types(module: torch.nn.Module) -> list[str | None]:
+    """Layer types with frequencies of their own; [None] where all layers share them."""
+    return list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
+
+
+def _rope_type(module: torch.nn.Module, layer_type: str | None) -> str:
+    return module.rope_type if layer_type is None else module.rope_type[layer_type]  # type: ignore[return-value, index]
+
+
+def frequencies(module: torch.nn.Module, layer_type: str | None, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies [rotary_dim / 2] float64, attention scaling) of one layer type.
+
+    Kinds whose frequencies depend on the current length are fixed at those of ``max_model_len``: keys that are in the
+    cache cannot change theirs later.
+    """
+    rope_type = _rope_type(module, layer_type)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    inv_freq, scaling = getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling")
+    if rope_type in _LENGTH_DEPENDENT:
+        extra = {} if layer_type is None else {"layer_type": layer_type}
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
+            module.config, inv_freq.device, seq_len=max_model_len, **extra
+        )
+    return inv_freq.double(), float(scaling)
+
+
+def _layout(module: torch.nn.Module, layer_type: str | None, name: str) -> tuple[Callable, bool]:
+    """(layout function, whether cos and sin come back wider than a bf16 input), found by trying the module."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    inv_freq = getattr(module, f"{prefix}original_inv_freq")
+    positions = torch.arange(1, 8, device=inv_freq.device)[None]
+    extra = () if layer_type is None else (layer_type,)
+    try:
+        cos, sin = module(torch.zeros(1, 1, 1, device=inv_freq.device), positions, *extra)
+        narrow, _ = module(torch.zeros(1, 1, 1, device=inv_freq.device, dtype=torch.bfloat16), positions, *extra)
+    except Exception as error:
+        raise ModelError(f"{name}: rotary embedding {type(module).__name__} cannot be read ({error})") from None
+    angle = positions[..., None].double() * getattr(module, f"{prefix}inv_freq").double()
+    scaling = getattr(module, f"{prefix}attention_scaling")
+    for spread in _LAYOUTS.values():
+        want = spread(angle)
+        if want.shape == cos.shape and torch.allclose(cos.double(), want.cos() * scaling, atol=1e-5):
+            if torch.allclose(sin.double(), want.sin() * scaling, atol=1e-5):
+                return spread, narrow.dtype is torch.float32
+    raise ModelError(f"{name}: rotary embedding {type(module).__name__} uses a layout that lean does not know")
+
+
+def install(model: torch.nn.Module, max_model_len: int, name: str = "model") -> list[str]:
+    """Replace the forward of every rotary module. Returns one line for each kind that had to be fixed at load.
+
+    Raises:
+        ModelError: a rotary embedding whose output is not understood.
+        ConfigError: the model serves another engine already whose length fixed other frequencies.
+    """
+    notes = []
+    for module in rotary_modules(model):
+        tables = {kind: frequencies(module, kind, max_model_len) for kind in layer_types(module)}
+        installed = getattr(module, "lean_tables", None)
+        if installed is not None:
+            if any(not torch.equal(tables[kind][0], installed[kind][0]) for kind in tables):
+                raise ConfigError(f"{name}: its rotary frequencies were fixed for another max-model-len, load it again")
+            continue
+        for kind in tables:
+            rope_type = _rope_type(module, kind)
+            if rope_type in _LENGTH_DEPENDENT:
+                notes.append(f"{rope_type} rotary frequencies fixed for max-model-len {max_model_len}")
+        spreads = {kind: _layout(module, kind, name) for kind in tables}
+        module.lean_tables = tables  # type: ignore[assignment]
+        module.forward = _forward(tables, spreads)  # type: ignore[assignment]
+    return notes
+
+
+def _forward(tables: dict, spreads: dict) -> Callable:
+    def forward(
+        x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x gives the dtype; position_ids [batch, tokens] -> cos, sin [batch, tokens, ...]."""
+        inv_freq, scaling = tables[layer_type]
+        spread, wide = spreads[layer_type]
+        dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+        angle = spread(position_ids[..., None].double() * inv_freq.to(x.device))
+        return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
+
+    return forward
