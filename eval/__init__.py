@@ -1,0 +1,1 @@
+"""Evaluation through the cache: what each saved byte costs."""

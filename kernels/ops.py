@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from . import reference
-from .layout import ALIGNMENT, BLOCK_SIZES, KVLayout
+from lean.kernels import reference
+from lean.kernels.layout import ALIGNMENT, BLOCK_SIZES, KVLayout
 
 _LIBRARY = torch.library.Library("lean", "DEF")
 _LIBRARY.define(

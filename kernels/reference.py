@@ -8,12 +8,12 @@ Memory: one call needs, beside its output and the rotated query, at most `worksp
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from lean.kernels.layout import KVLayout, first_in_window
 from lean.quant import KVFormat, decode, encode, rotate
-
-from .layout import KVLayout, first_in_window
 
 ROW_TILE = 16  # rows (token x query head of the group) of one product
 KEY_TILE = 256  # keys of one product
@@ -61,7 +61,7 @@ def kv_write(
     k_format: int,
     v_format: int,
 ) -> None:
-    """Encode key [tokens, kv_heads, k_dim] and value [..., v_dim] and scatter them to their slots. Slot < 0: skipped."""
+    """Encode key [tokens, kv_heads, k_dim] and value [..., v_dim] into their slots; negative slots are skipped."""
     layout = KVLayout(
         KVFormat.from_code(k_format),
         KVFormat.from_code(v_format),
@@ -79,19 +79,36 @@ def kv_write(
         part[block, :, slot] = rows
 
 
-def _load_tile(
-    arena: torch.Tensor, layout: KVLayout, offset: int, block_table: torch.Tensor, start: int, dtype: torch.dtype
+def read_slots(
+    arena: torch.Tensor, layout: KVLayout, offset: int, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [slots, kv_heads, k_dim] and V, float32 in the stored basis, of single slots: for looking, not for speed."""
+    block, slot = slots // layout.block_size, slots % layout.block_size
+    k_codes, k_scales, v_codes, v_scales = (part[block, :, slot] for part in _parts(arena, layout, offset))
+    return decode(k_codes, k_scales, layout.k_format), decode(v_codes, v_scales, layout.v_format)
+
+
+class _Source(NamedTuple):
+    """Where a range of keys is read from: one layer's part of a pool, and the pool's block tables."""
+
+    arena: torch.Tensor
+    block_tables: torch.Tensor
+    layout: KVLayout
+    offset: int
+
+
+def _load_tile(source: _Source, seq: int, start: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """K [kv_heads, KEY_TILE, k_dim] and V of the positions start .. start + KEY_TILE, decoded, in the stored basis.
 
     Blocks past the end of the table come from the null block; the caller masks them.
     """
+    layout = source.layout
     first, count = start // layout.block_size, KEY_TILE // layout.block_size
-    blocks = block_table[first : first + count].long()
+    blocks = source.block_tables[seq, first : first + count].long()
     blocks = torch.nn.functional.pad(blocks, (0, count - blocks.numel()))
     # [count, heads, slots, x] -> [heads, count * slots, x]
     k_codes, k_scales, v_codes, v_scales = (
-        part[blocks].transpose(0, 1).flatten(1, 2) for part in _parts(arena, layout, offset)
+        part[blocks].transpose(0, 1).flatten(1, 2) for part in _parts(source.arena, layout, source.offset)
     )
     return decode(k_codes, k_scales, layout.k_format, dtype), decode(v_codes, v_scales, layout.v_format, dtype)
 
@@ -104,7 +121,7 @@ def _row_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class _Softmax:
     """Running softmax-weighted sum of V over key tiles (online softmax, arXiv:1805.02867)."""
 
-    def __init__(self, rows: tuple[int, int, int], v_dim: int, like: torch.Tensor) -> None:
+    def __init__(self, rows: torch.Size, v_dim: int, like: torch.Tensor) -> None:
         self.max = like.new_full((*rows, 1), -torch.inf)
         self.sum = like.new_zeros((*rows, 1))
         self.acc = like.new_zeros((*rows, v_dim))
@@ -166,10 +183,13 @@ def paged_attention(
     num_q_heads, k_dim = query.shape[1:]
     group = num_q_heads // num_kv_heads
 
-    def layout(k_code: int, v_code: int) -> KVLayout:
-        return KVLayout(KVFormat.from_code(k_code), KVFormat.from_code(v_code), num_kv_heads, k_dim, v_dim, block_size)
+    def source(arena: torch.Tensor, tables: torch.Tensor, offset: int, k_code: int, v_code: int) -> _Source:
+        formats = KVFormat.from_code(k_code), KVFormat.from_code(v_code)
+        return _Source(arena, tables, KVLayout(*formats, num_kv_heads, k_dim, v_dim, block_size), offset)
 
-    quantized, exact = layout(k_format, v_format), layout(exact_k_format, exact_v_format)
+    main = exact = source(arena, block_tables, layer_offset, k_format, v_format)
+    if exact_arena is not None and exact_block_tables is not None:
+        exact = source(exact_arena, exact_block_tables, exact_layer_offset, exact_k_format, exact_v_format)
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
 
     def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +198,7 @@ def paged_attention(
         return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % ROW_TILE)).unflatten(1, (-1, ROW_TILE))
 
     def basis(x: torch.Tensor) -> torch.Tensor:
-        return rotate(x.to(dtype)) if quantized.k_format.rotate else x.to(dtype)
+        return rotate(x.to(dtype)) if main.layout.k_format.rotate else x.to(dtype)
 
     def attend(tokens: slice, position: int, seq: int) -> torch.Tensor:
         """One query tile: its tokens stand at ``position``, ``position`` + 1, ... of sequence ``seq``."""
@@ -190,12 +210,10 @@ def paged_attention(
         i = torch.nn.functional.pad(i, (0, -i.numel() % ROW_TILE), value=-1).view(-1, ROW_TILE, 1)
         state = _Softmax(q.shape[:3], v_dim, q)
 
-        def visit(q: torch.Tensor, from_exact: bool, starts: set[int], sees: Callable) -> None:
-            source = (exact_arena, exact, exact_layer_offset) if from_exact else (arena, quantized, layer_offset)
-            table = exact_block_tables if from_exact else block_tables
+        def visit(q: torch.Tensor, source: _Source, starts: set[int], sees: Callable) -> None:
             for start in sorted(starts):
                 j = torch.arange(start, start + KEY_TILE, device=query.device)
-                k, v = _load_tile(*source, table[seq], start, dtype)
+                k, v = _load_tile(source, seq, start, dtype)
                 scores = _row_product(q, k.transpose(1, 2)).mul_(scale)
                 if softcap:
                     scores = torch.tanh(scores.div_(softcap)).mul_(softcap)
@@ -211,21 +229,21 @@ def paged_attention(
         if num_sink_tokens:
             turned = q if query_sink is None else rows_of(basis(query_sink[tokens]))
             starts = _tiles(0, min(num_sink_tokens, last + 1))
-            visit(turned, residual_length > 0, starts, lambda j: j < num_sink_tokens)
+            visit(turned, exact, starts, lambda j: j < num_sink_tokens)
         left = first_in_window(position, window)
         if not residual_length:
-            visit(q, False, _tiles(left, last + 1), in_window)
+            visit(q, main, _tiles(left, last + 1), in_window)
         else:
-            visit(q, False, _tiles(left, last + 1 - residual_length), lambda j: in_window(j) & ~is_exact(j))
+            visit(q, main, _tiles(left, last + 1 - residual_length), lambda j: in_window(j) & ~is_exact(j))
             starts = _tiles(max(left, position - residual_length + 1), last + 1)
             starts |= _tiles(left, min(num_exact_sinks, last + 1))
-            visit(q, True, starts, lambda j: in_window(j) & is_exact(j))
+            visit(q, exact, starts, lambda j: in_window(j) & is_exact(j))
 
         logits = None
         if sink_logits is not None:
             logits = rows_of(sink_logits.to(dtype).view(1, -1, 1).expand(n, -1, 1))
         out = state.result(logits).flatten(1, 2)[:, : n * group]
-        out = rotate(out) if quantized.v_format.rotate else out
+        out = rotate(out) if main.layout.v_format.rotate else out
         return out.unflatten(1, (n, group)).transpose(0, 1).flatten(1, 2).to(query.dtype)
 
     out = query.new_zeros(query.shape[0], num_q_heads, v_dim)

@@ -8,7 +8,7 @@ null block in their place, so that positions stay aligned.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lean.kernels.layout import first_in_window
 
@@ -77,8 +77,8 @@ class BlockPool:
 @dataclass
 class _Sequence:
     tables: list[list[int]]  # per pool, one id per block of positions
-    num_tokens: int = 0
-    first_kept: list[int] = field(default_factory=list)  # per pool, blocks before it (sinks aside) are gone
+    num_tokens: int
+    first_kept: list[int]  # per pool, blocks before it (sinks aside) are gone
 
 
 class BlockManager:
@@ -104,8 +104,9 @@ class BlockManager:
         """Make room for ``num_tokens`` more tokens of a sequence, new or known. All pools or, with an error, none."""
         if not self.can_append(seq_id, num_tokens):
             raise ValueError(f"sequence {seq_id}: no blocks for {num_tokens} more tokens")
-        none = [[] for _ in self.pools], 0, [0] * len(self.pools)
-        seq = self._sequences.setdefault(seq_id, _Sequence(*none))
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            seq = self._sequences[seq_id] = _Sequence([[] for _ in self.pools], 0, [0] * len(self.pools))
         seq.num_tokens += num_tokens
         for pool, table in zip(self.pools, seq.tables):
             while len(table) < self.blocks_for(seq.num_tokens):

@@ -159,7 +159,7 @@ def _most_blocks_spanned(num_tokens: int, block_size: int) -> int:
 
 
 def _bounded_blocks(pool: PoolSpec, config: EngineConfig, max_model_len: int) -> int:
-    """Blocks that ``max_num_seqs`` sequences can ever hold at once in a pool with a window, this step's tokens included.
+    """Most blocks that ``max_num_seqs`` sequences can hold at once in a pool with a window, new tokens included.
 
     A sequence that adds q tokens holds its window - 1 + q last tokens. A step adds max_num_batched_tokens in all; cut
     over the sequences they start at most one more block each.

@@ -1,28 +1,22 @@
-"""What must hold for a checkpoint before any of its weights is loaded, or any of its code could run.
+"""What must hold before any weight of a checkpoint is loaded, or any code beside it could run.
 
-A checkpoint is untrusted data: it may be half downloaded, mixed from two versions, or made to mislead. Everything here
-reads names, sizes and headers only.
+It is untrusted data: half downloaded, mixed from two versions, or made to mislead. Only names and headers are read.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import mmap
 import re
-import struct
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from lean.errors import ModelError
 
-CONFIG = "config.json"
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-GGUF_UINT32, GGUF_STRING, GGUF_ARRAY = 4, 8, 9
-GGUF_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 DOUBT = "incomplete download or LFS pointer?"
 
 
@@ -40,7 +34,8 @@ def check_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> None:
         listed = {entry.name for entry in folder.iterdir() if entry.is_file()}
         _require_safetensors(folder, listed)
         config = _read_object(folder / CONFIG)
-        _check_architecture(folder, config, trust_remote_code)
+        tokenizer = _read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in listed else {}
+        _check_code(folder, config, tokenizer, trust_remote_code)
         _check_routes(config, listed)
         if SINGLE in listed:  # transformers prefers it to an index, too
             read_header(folder / SINGLE)
@@ -67,20 +62,23 @@ def _require_safetensors(folder: Path, listed: set[str]) -> None:
         raise ModelError(f"neither {SINGLE} nor {INDEX} in {folder}: the weights are missing or renamed")
 
 
-def _check_architecture(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
-    """Known to transformers: it uses its own classes and ignores `auto_map`. Otherwise only trusted code will do.
+def _check_code(folder: Path, config: dict[str, Any], tokenizer: dict[str, Any], trust_remote_code: bool) -> None:
+    """Refuse what transformers has no class of its own for, unless code that does was trusted.
 
-    This holds when trust_remote_code is passed to transformers as False. Left at None, it asks on stdin.
+    For what it knows, transformers ignores `auto_map` if it is told trust_remote_code=False; at None it asks on stdin.
     """
     from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING, tokenizer_class_from_name
 
-    model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        return
-    if "auto_map" not in config:
+    model_type = str(config.get("model_type"))
+    known = model_type in CONFIG_MAPPING
+    if not known and "auto_map" not in config:
         raise ModelError(f"model_type {model_type!r} is unknown to transformers {__version__}, and lean does not guess")
-    if not trust_remote_code:
-        raise ModelError(f"model_type {model_type!r} needs code from {folder}: read it, then pass --trust-remote-code")
+    if known and "auto_map" in tokenizer:
+        tokenizer_class = tokenizer_class_from_name(str(tokenizer.get("tokenizer_class")))
+        known = tokenizer_class is not None or CONFIG_MAPPING[model_type] in TOKENIZER_MAPPING
+    if not known and not trust_remote_code:
+        raise ModelError(f"{folder} works only with the Python code in it: read that, then pass --trust-remote-code")
 
 
 def _check_routes(config: dict[str, Any], listed: set[str]) -> None:
@@ -104,7 +102,7 @@ def _check_shards(folder: Path, listed: set[str]) -> None:
         if not re.fullmatch(r"[\w.-]+\.safetensors", shard):
             raise ModelError(f"{INDEX} names {shard[:80]!r}: not a .safetensors file of this folder")
     if missing := [shard for shard in shards if shard not in listed]:
-        names = ", ".join(map(repr, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        names = ", ".join(map(repr, missing[:8]))
         raise ModelError(f"{len(missing)} of {len(shards)} weight files are missing: {names}; incomplete download?")
     owner: dict[str, str] = {}
     for shard in shards:
@@ -129,12 +127,12 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         prefix = stream.read(8)
         if prefix == b"version ":
             pointed = re.search(rb"^size (\d{1,20})$", stream.read(1024), re.MULTILINE)
-            raise _wrong_size(file, int(pointed[1]) if pointed else "a safetensors header", actual)
+            raise wrong_size(file, int(pointed[1]) if pointed else "a safetensors header", actual)
         length = int.from_bytes(prefix, "little")
         if 8 + length > actual:
-            raise _wrong_size(file, f"at least {8 + length}", actual)
+            raise wrong_size(file, f"at least {8 + length}", actual)
         if length > MAX_HEADER_BYTES:
-            raise _wrong_size(file, f"a header of at most {MAX_HEADER_BYTES}, not {length},", actual)
+            raise wrong_size(file, f"a header of at most {MAX_HEADER_BYTES}, not {length},", actual)
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
@@ -142,100 +140,12 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelError(f"{file.name} ({actual} bytes): unreadable header: {DOUBT}") from error
     if actual != expected:
-        raise _wrong_size(file, expected, actual)
+        raise wrong_size(file, expected, actual)
     try:
         with safe_open(file, framework="numpy"):  # its own validation: gaps, overlaps, shapes against sizes
             return header
     except SafetensorError as error:
         raise ModelError(f"{file.name} ({actual} bytes): inconsistent header, {str(error)!r}: {DOUBT}") from error
-
-
-def check_gguf(file: Path) -> None:
-    """Walk a GGUF file's metadata and tensor table: everything they promise must lie inside the file.
-
-    The Python readers believe these numbers: they multiply dimensions modulo 2**64 and follow offsets unchecked.
-
-    Raises:
-        ModelError: not a GGUF file, shorter than it says, or with a header that no writer produces.
-    """
-    try:
-        actual = file.stat().st_size
-        with file.open("rb") as stream:
-            if stream.read(4) != b"GGUF":
-                raise ModelError(f"{file.name} ({actual} bytes) does not start with GGUF's magic: {DOUBT}")
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                needed = _gguf_size(_Cursor(data, 4))
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror or error}") from error
-    except EOFError:
-        raise ModelError(f"{file.name} ({actual} bytes) ends within its header: {DOUBT}") from None
-    except ValueError as error:
-        raise ModelError(f"{file.name} has an impossible header: {error}") from error
-    if needed > actual:
-        raise _wrong_size(file, f"at least {needed}", actual)
-
-
-def _gguf_size(cursor: _Cursor) -> int:
-    """How long the file must be for its last tensor to fit."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    version, tensors, pairs = cursor.take("<IQQ")
-    if version not in (2, 3):
-        raise ValueError(f"version {version}")
-    alignment = 32
-    for _ in range(pairs):
-        key, (kind,) = cursor.string(), cursor.take("<I")
-        if key == b"general.alignment" and kind == GGUF_UINT32:
-            (alignment,) = cursor.take("<I")
-        else:
-            cursor.skip_value(kind)
-    if alignment.bit_count() != 1:
-        raise ValueError(f"alignment {alignment}")
-    end = 0
-    for _ in range(tensors):
-        name, (rank,) = cursor.string()[:80], cursor.take("<I")
-        if not 1 <= rank <= 4:
-            raise ValueError(f"tensor {name!r} has {rank} dimensions")
-        dims, (kind, offset) = cursor.take(f"<{rank}Q"), cursor.take("<IQ")
-        block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        if 0 in dims or dims[0] % block_size:
-            raise ValueError(f"tensor {name!r} has shape {dims} in blocks of {block_size}")
-        end = max(end, offset + math.prod(dims) // block_size * block_bytes)
-    return -(-cursor.position // alignment) * alignment + end
-
-
-class _Cursor:
-    """Reads little-endian values one after another; EOFError beyond the end."""
-
-    def __init__(self, data: mmap.mmap, position: int) -> None:
-        self.data, self.position = data, position
-
-    def skip(self, count: int) -> int:
-        """Step over `count` bytes and return where they begin."""
-        begin, self.position = self.position, self.position + count
-        if self.position > len(self.data):
-            raise EOFError
-        return begin
-
-    def take(self, layout: str) -> tuple[int, ...]:
-        return struct.unpack_from(layout, self.data, self.skip(struct.calcsize(layout)))
-
-    def string(self) -> bytes:
-        begin = self.skip(self.take("<Q")[0])
-        return self.data[begin : self.position]
-
-    def skip_value(self, kind: int) -> None:
-        if kind == GGUF_ARRAY:
-            kind, count = self.take("<IQ")
-        else:
-            count = 1
-        if kind in GGUF_SCALAR_BYTES:
-            self.skip(GGUF_SCALAR_BYTES[kind] * count)
-        elif kind == GGUF_STRING:
-            for _ in range(count):
-                self.skip(self.take("<Q")[0])
-        else:  # an array of arrays too: the readers recurse into it, and nobody writes one
-            raise ValueError(f"metadata of type {kind}")
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -248,5 +158,5 @@ def _read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def _wrong_size(file: Path, expected: object, actual: int) -> ModelError:
+def wrong_size(file: Path, expected: object, actual: int) -> ModelError:
     return ModelError(f"{file.name}: expected {expected} bytes, found {actual}: {DOUBT}")

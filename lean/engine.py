@@ -66,9 +66,7 @@ class LLM:
         UserError: the model or the configuration cannot be used; the message says why and what to do.
     """
 
-    def __init__(
-        self, model: str | LoadedModel, config: EngineConfig | None = None, *, progress: bool = False
-    ) -> None:
+    def __init__(self, model: str | LoadedModel, config: EngineConfig | None = None, *, progress: bool = False) -> None:
         started = time.perf_counter()
         self.config = config = config or EngineConfig()
         if config.threads is not None:
@@ -254,7 +252,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | None = None,
         *,
         chat: bool | None = False,
@@ -263,7 +261,7 @@ class LLM:
 
         A request whose numbers became non-finite ends with finish_reason "error" and the error's text.
         """
-        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        batch: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         ids: list[int] = []
         parts: dict[int, list[RequestOutput]] = {}
         try:

@@ -27,3 +27,9 @@ class RequestError(UserError):
 
 class EngineError(LeanError):
     """The engine itself failed: a kernel, or a model that computes non-finite numbers."""
+
+
+def one_line(error: object, limit: int = 160) -> str:
+    """An error of a library, or what a user typed, cut to fit into a message."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= limit else line[: limit - 3] + "..."

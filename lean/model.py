@@ -3,24 +3,23 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lean import attention
 from lean.cache_groups import LayerShape
 from lean.checkpoint import check_checkpoint
-from lean.errors import ModelError
+from lean.errors import ModelError, one_line
+from lean.gguf import load_gguf_tokenizer
 from lean.hub import ModelSource
 
 log = logging.getLogger("lean")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,20 +53,14 @@ def _hub_arguments(source: ModelSource) -> dict[str, Any]:
     return {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-@contextmanager
-def _as_model_error(what: str) -> Iterator[None]:
-    """What a library raises about the model, as one line."""
+def _attempt(what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a library about the model; what it raises becomes one line."""
     try:
-        yield
-    except (ModelError, torch.OutOfMemoryError, MemoryError, KeyboardInterrupt):
+        return call(*args, **kwargs)
+    except (ModelError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
-        raise ModelError(f"{what}: {_one_line(error)}") from error
+        raise ModelError(f"{what}: {one_line(error, 300)}") from error
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:
@@ -145,15 +138,23 @@ def inspect_model(source: ModelSource, dtype: str = "auto", trust_remote_code: b
     if source.gguf_file is None:
         check_checkpoint(source.folder, trust_remote_code=trust_remote_code)
     attention.register()
-    with _as_model_error(f"cannot read the configuration of {source.name}"):
-        full = transformers.AutoConfig.from_pretrained(
-            source.folder, trust_remote_code=trust_remote_code, **_hub_arguments(source)
-        )
-        config = full.get_text_config()
+    full = _attempt(
+        f"cannot read the configuration of {source.name}",
+        transformers.AutoConfig.from_pretrained,
+        source.folder,
+        trust_remote_code=trust_remote_code,
+        **_hub_arguments(source),
+    )
+    config = full.get_text_config()
     refuse_by_config(full, source.name)
     refuse_by_config(config, source.name)
-    with _as_model_error(f"cannot build {source.name}"), torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        skeleton = _attempt(
+            f"cannot build {source.name}",
+            transformers.AutoModelForCausalLM.from_config,
+            config,
+            trust_remote_code=trust_remote_code,
+        )
     parameters = sum(p.numel() for p in skeleton.parameters())
     return ModelInfo(
         source,
@@ -163,6 +164,19 @@ def inspect_model(source: ModelSource, dtype: str = "auto", trust_remote_code: b
         parameters,
         trust_remote_code,
     )
+
+
+class _DecoderResult:
+    """A decoder's output that holds the last hidden state; whatever else a model's head looks at is None."""
+
+    def __init__(self, last_hidden_state: torch.Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 @dataclass
@@ -183,7 +197,7 @@ class LoadedModel:
     def _decoder_or_given(self, *args: Any, lean_hidden: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """The decoder's forward. Given its result, it only hands it on: the model's own head then does the rest."""
         if lean_hidden is not None:
-            return BaseModelOutputWithPast(last_hidden_state=lean_hidden)
+            return _DecoderResult(lean_hidden)
         return self._run_decoder(*args, **kwargs)
 
     @property
@@ -216,8 +230,7 @@ def _generation_defaults(source: ModelSource) -> tuple[set[int], dict[str, Any]]
     path = source.folder / "generation_config.json"
     if source.gguf_file is not None or not path.is_file():
         return set(), {}
-    with _as_model_error(f"cannot read {path}"):
-        raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = _attempt(f"cannot read {path}", json.loads, path.read_text(encoding="utf-8"))
     eos = raw.get("eos_token_id")
     defaults = {}
     if raw.get("do_sample"):
@@ -232,10 +245,11 @@ def _ids(value: Any) -> set[int]:
 
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
     """The model's tokenizer. Raises ModelError."""
-    with _as_model_error(f"cannot read the tokenizer of {source.name}"):
-        return transformers.AutoTokenizer.from_pretrained(
-            source.folder, trust_remote_code=trust_remote_code, **_hub_arguments(source)
-        )
+    what = f"cannot read the tokenizer of {source.name}"
+    if source.gguf_file is not None:
+        return _attempt(what, load_gguf_tokenizer, source.folder / source.gguf_file)
+    call = transformers.AutoTokenizer.from_pretrained
+    return _attempt(what, call, source.folder, trust_remote_code=trust_remote_code)
 
 
 def _list_names(names: Any) -> str:
@@ -254,17 +268,19 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
         arguments["use_safetensors"] = True
     if deterministic:
         arguments["experts_implementation"] = "eager"  # one plain product per expert, which row tiles can cut
-    with _as_model_error(f"cannot load {source.name}"):
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            config=info.config,
-            dtype=info.dtype,
-            attn_implementation=attention.NAME,
-            trust_remote_code=info.trust_remote_code,
-            ignore_mismatched_sizes=True,  # reported below, with the other faults
-            output_loading_info=True,
-            **arguments,
-        )
+    call: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
+    module, report = _attempt(
+        f"cannot load {source.name}",
+        call,
+        source.folder,
+        config=info.config,
+        dtype=info.dtype,
+        attn_implementation=attention.NAME,
+        trust_remote_code=info.trust_remote_code,
+        ignore_mismatched_sizes=True,  # reported below, with the other faults
+        output_loading_info=True,
+        **arguments,
+    )
     if report["mismatched_keys"]:
         name, found, wanted = sorted(report["mismatched_keys"])[0]
         raise ModelError(
@@ -279,5 +295,3 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
     eos |= _ids(getattr(info.config, "eos_token_id", None)) | _ids(tokenizer.eos_token_id)
     module = module.to(device).eval().requires_grad_(False)
     return LoadedModel(info, module, tokenizer, frozenset(eos), generation)
-
-

@@ -47,7 +47,9 @@ class RowTiledProducts(TorchDispatchMode):
         if func is _aten.bmm.default:
             a, b = args
             if a.shape[0] != 1:
-                raise ModelError(f"deterministic mode cannot tile a product of shapes {list(a.shape)} x {list(b.shape)}")
+                raise ModelError(
+                    f"deterministic mode cannot tile a product of shapes {list(a.shape)} x {list(b.shape)}"
+                )
             return row_tiled_mm(a[0], b[0])[None]
         if func in (_aten.silu.default, _aten.sigmoid.default):
             x = args[0]

@@ -67,9 +67,9 @@ def _layout(module: torch.nn.Module, layer_type: str | None, name: str) -> tuple
     scaling = getattr(module, f"{prefix}attention_scaling")
     for spread in _LAYOUTS.values():
         want = spread(angle)
-        if want.shape == cos.shape and torch.allclose(cos.double(), want.cos() * scaling, atol=1e-5):
-            if torch.allclose(sin.double(), want.sin() * scaling, atol=1e-5):
-                return spread, narrow.dtype is torch.float32
+        pairs = ((cos, want.cos()), (sin, want.sin()))
+        if all(a.shape == b.shape and torch.allclose(a.double(), b * scaling, atol=1e-5) for a, b in pairs):
+            return spread, narrow.dtype is torch.float32
     raise ModelError(f"{name}: rotary embedding {type(module).__name__} uses a layout that lean does not know")
 
 

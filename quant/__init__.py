@@ -1,7 +1,7 @@
 """KV-cache number formats: their bytes, and the torch code that defines what is written."""
 
-from .codecs import decode, encode, quantize_dequantize, raw_format
-from .formats import (
+from lean.quant.codecs import decode, encode, quantize_dequantize, raw_format
+from lean.quant.formats import (
     BF16,
     FORMATS,
     FP8,
@@ -16,7 +16,7 @@ from .formats import (
     describe,
     parse_kv_dtype,
 )
-from .rotation import rotate
+from lean.quant.rotation import rotate
 
 __all__ = [
     "BF16", "FORMATS", "FP8", "FP16", "FP32", "FP64", "INT4", "INT8", "NAMES", "KVFormat", "Kind",

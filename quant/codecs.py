@@ -8,12 +8,13 @@ engine can see it without a device sync. Zero groups decode to exact zeros.
 
 import torch
 
-from .formats import BF16, FP16, FP32, FP64, KVFormat, Kind
-from .rotation import rotate
+from lean.quant.formats import BF16, FP16, FP32, FP64, Kind, KVFormat
+from lean.quant.rotation import rotate
 
-MIN_SCALE = 2.0**-14  # smallest normal fp16: a subnormal scale would have lost the bits that make it a good divisor
+# Below 127 * 2^-14 = 0.0078 int8 loses bits of a vector's largest element; without the floor a subnormal scale could
+# round down far enough to clip it.
+MIN_SCALE = 2.0**-14
 MAX_SCALE = 65504.0  # largest fp16
-E4M3_MAX = 448.0
 
 RAW_DTYPES = {
     FP64.name: torch.float64,
@@ -25,22 +26,7 @@ RAW_DTYPES = {
 
 def raw_format(dtype: torch.dtype) -> KVFormat:
     """The format that stores ``dtype`` as is. Raises KeyError for a dtype that is no float format."""
-    names = {value: key for key, value in RAW_DTYPES.items()}
-    return {fmt.name: fmt for fmt in (FP64, FP32, FP16, BF16)}[names[dtype]]
-
-
-def top_of(fmt: KVFormat) -> float:
-    """The code magnitude that absmax is mapped to."""
-    return E4M3_MAX if fmt.kind is Kind.E4M3 else float(2 ** (fmt.bits - 1) - 1)
-
-
-def _group_width(fmt: KVFormat, dim: int) -> int:
-    return fmt.group_size or dim
-
-
-def _split(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, ...]:
-    """Split the last dim into scale groups; only the last may be shorter."""
-    return x.split(_group_width(fmt, x.shape[-1]), dim=-1)
+    return {RAW_DTYPES[fmt.name]: fmt for fmt in (FP64, FP32, FP16, BF16)}[dtype]
 
 
 def _pack_int4(codes: torch.Tensor) -> torch.Tensor:
@@ -55,19 +41,28 @@ def _unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat(((signed << 4) >> 4, signed >> 4), dim=-1)
 
 
-def _encode_group(y: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """One group of fp32 values [..., g] -> (codes uint8 [..., bytes], scale fp16 [..., 1])."""
+def _in_groups(x: torch.Tensor, width: int) -> list[torch.Tensor]:
+    """[..., n] -> [..., n // width, width], and [..., 1, rest] where the last group is shorter."""
+    whole = x.shape[-1] // width * width
+    parts = [x[..., :whole].unflatten(-1, (-1, width))] if whole else []
+    return parts + ([x[..., whole:].unsqueeze(-2)] if whole < x.shape[-1] else [])
+
+
+def _encode_groups(y: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [..., groups, g] -> (codes uint8 [..., groups * bytes], scales fp16 [..., groups])."""
     absmax = y.abs().amax(-1, keepdim=True)
-    finite = absmax.isfinite()
-    scale = (absmax / top_of(fmt)).half().clamp(MIN_SCALE, MAX_SCALE)
-    scale = torch.where(finite, scale, torch.tensor(torch.nan, dtype=torch.float16, device=y.device))
-    z = torch.where(finite, y / scale.float(), torch.zeros((), device=y.device))
+    bad = ~absmax.isfinite()
+    # By a tensor: CUDA multiplies by the reciprocal of a Python number instead of dividing.
+    scale = (absmax / torch.full_like(absmax, fmt.max_code)).half().clamp(MIN_SCALE, MAX_SCALE)
+    z = (y / scale.float()).masked_fill(bad, 0.0)
+    scale = scale.masked_fill(bad, torch.nan).squeeze(-1)
     if fmt.kind is Kind.E4M3:
         # Clamp first: what a cast does beyond 448 differs between versions and devices.
-        return z.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8), scale
-    top = top_of(fmt)
-    codes = z.round().clamp(-top - 1 if fmt.bits == 4 else -top, top).to(torch.int8)
-    return (_pack_int4(codes) if fmt.bits == 4 else codes.view(torch.uint8)), scale
+        codes = z.clamp(fmt.min_code, fmt.max_code).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = z.round().clamp(fmt.min_code, fmt.max_code).to(torch.int8)
+        codes = _pack_int4(codes) if fmt.bits == 4 else codes.view(torch.uint8)
+    return codes.flatten(-2), scale
 
 
 def encode(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,10 +80,11 @@ def encode(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         y = rotate(x.to(wide)) if fmt.rotate else x
         return y.to(dtype).contiguous().view(torch.uint8), x.new_empty((*x.shape[:-1], 0), dtype=torch.float16)
-    y = x.float()
-    if fmt.rotate:
-        y = rotate(y)
-    codes, scales = zip(*(_encode_group(group, fmt) for group in _split(y, fmt)))
+    y = rotate(x.float()) if fmt.rotate else x.float()
+    parts = [_encode_groups(part, fmt) for part in _in_groups(y, fmt.group_width(x.shape[-1]))]
+    if len(parts) == 1:
+        return parts[0]
+    codes, scales = zip(*parts)
     return torch.cat(codes, dim=-1), torch.cat(scales, dim=-1)
 
 
@@ -105,14 +101,17 @@ def decode(
     """
     if not fmt.quantized:
         return codes.view(RAW_DTYPES[fmt.name]).to(dtype)
-    if fmt.kind is Kind.E4M3:
-        values = codes.view(torch.float8_e4m3fn).to(dtype)
-    elif fmt.bits == 8:
-        values = codes.view(torch.int8).to(dtype)
-    else:
-        values = torch.cat([_unpack_int4(g) for g in codes.split(fmt.group_size // 2, dim=-1)], dim=-1).to(dtype)
-    width = _group_width(fmt, values.shape[-1])
-    parts = [group * scales[..., i : i + 1].to(dtype) for i, group in enumerate(values.split(width, dim=-1))]
+    dim = codes.shape[-1] * 8 // fmt.bits
+    width = fmt.group_width(dim)
+    parts, first = [], 0
+    for part in _in_groups(codes, width * fmt.bits // 8):
+        if fmt.kind is Kind.E4M3:
+            values = part.view(torch.float8_e4m3fn)
+        else:
+            values = _unpack_int4(part) if fmt.bits == 4 else part.view(torch.int8)
+        count = part.shape[-2]
+        parts.append((values.to(dtype) * scales[..., first : first + count, None].to(dtype)).flatten(-2))
+        first += count
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

@@ -5,6 +5,7 @@ A format is data. Everything that depends on bytes (pool sizes, reports, kernel 
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 
 
 class Kind(IntEnum):
@@ -40,17 +41,35 @@ class KVFormat:
     @property
     def code(self) -> int:
         """The format as one integer, for op arguments: twice the row in the table, plus one if rotated."""
-        return 2 * _ROW[self.name] + self.rotate
+        row = _ROW.get(self.name)
+        if row is None or replace(self, rotate=_TABLE[row].rotate) != _TABLE[row]:
+            raise ValueError(f"{self} is no row of the format table, so no kernel can be told about it")
+        return 2 * row + self.rotate
 
-    @classmethod
-    def from_code(cls, code: int) -> "KVFormat":
+    @staticmethod
+    @lru_cache
+    def from_code(code: int) -> "KVFormat":
         return replace(_TABLE[code // 2], rotate=bool(code % 2))
+
+    @property
+    def max_code(self) -> float:
+        """The code that absmax is mapped to."""
+        return 448.0 if self.kind is Kind.E4M3 else 2.0 ** (self.bits - 1) - 1
+
+    @property
+    def min_code(self) -> float:
+        """int4 uses its sixteenth code; int8 and fp8 stay symmetric."""
+        return -self.max_code - (self.bits == 4)
+
+    def group_width(self, dim: int) -> int:
+        """Dims that share one scale; the last group of a vector may be shorter."""
+        return self.group_size or dim
 
     def groups(self, dim: int) -> int:
         """Number of scales of a vector of ``dim`` elements."""
         if not self.quantized:
             return 0
-        return -(-dim // self.group_size) if self.group_size else 1
+        return -(-dim // self.group_width(dim))
 
     def code_bytes(self, dim: int) -> int:
         return dim * self.bits // 8
@@ -108,10 +127,15 @@ def parse_kv_dtype(text: str) -> tuple[KVFormat, KVFormat]:
 
 
 def describe(k_format: KVFormat, v_format: KVFormat) -> str:
-    """The shortest ``--kv-dtype`` spelling of a pair."""
+    """The shortest ``--kv-dtype`` spelling of a pair; a format whose rotation is not the table's is marked."""
+
+    def label(fmt: KVFormat) -> str:
+        usual = FORMATS[fmt.name].rotate
+        return fmt.name + ("" if fmt.rotate == usual else " rotated" if fmt.rotate else " not rotated")
+
     if k_format == v_format:
-        return k_format.name
+        return label(k_format)
     for name, pair in _PAIRS.items():
         if pair == (k_format, v_format):
             return name
-    return f"k={k_format.name},v={v_format.name}"
+    return f"k={label(k_format)},v={label(v_format)}"

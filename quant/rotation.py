@@ -18,7 +18,12 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: [..., dim], float32 or float64. dim may be any number; blocks are ``rotation_size(dim)`` wide.
+
+    Raises:
+        TypeError: a narrower dtype, which would round at every stride.
     """
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"rotate works in float32 or float64, not {x.dtype}")
     n = rotation_size(x.shape[-1])
     stride = 1
     y = x
@@ -27,4 +32,4 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
         a, b = pairs.unbind(-2)
         y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         stride *= 2
-    return y * torch.tensor(1.0 / math.sqrt(n), dtype=x.dtype, device=x.device) if n > 1 else y
+    return y * (1.0 / math.sqrt(n))
