@@ -103,14 +103,14 @@ class EngineConfig:
 
     def residual(self, quantized: bool) -> tuple[int, int]:
         """(residual length, exact sinks) for a cache that is ``quantized`` or not. Raises ConfigError."""
-        if not quantized:
-            if self.kv_residual_length:
-                raise ConfigError(
-                    f"kv-residual-length {self.kv_residual_length} has no meaning for kv-dtype {self.kv_dtype}, "
-                    "which is stored as is: leave it out or choose a quantized format"
-                )
-            return 0, 0
-        length = DEFAULT_RESIDUAL_LENGTH if self.kv_residual_length is None else self.kv_residual_length
+        if not quantized and self.kv_residual_length:
+            raise ConfigError(
+                f"kv-residual-length {self.kv_residual_length} has no meaning for kv-dtype {self.kv_dtype}, "
+                "which is stored as is: leave it out or choose a quantized format"
+            )
+        length = (DEFAULT_RESIDUAL_LENGTH if self.kv_residual_length is None else self.kv_residual_length) * quantized
+        if length == 0 and self.sinks:
+            raise ConfigError(f"sinks {self.sinks} stay exact only beside a residual: give a --kv-residual-length")
         if length == 0:
             return 0, 0
         return length, DEFAULT_SINKS if self.sinks is None else self.sinks

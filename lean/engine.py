@@ -14,8 +14,8 @@ from lean.block_manager import BlockManager
 from lean.cache_groups import plan_cache, size_cache
 from lean.config import EngineConfig
 from lean.detokenizer import Detokenizer
-from lean.errors import ConfigError, EngineError, ModelError, RequestError
-from lean.hub import resolve
+from lean.errors import EMPTY_PROMPT, ConfigError, EngineError, ModelError, RequestError
+from lean.hub import ModelSource, resolve
 from lean.kernels.ops import backend
 from lean.kv_cache import KVCache, PoolUse, pool_use
 from lean.model import LoadedModel, inspect_model, load_model
@@ -58,7 +58,8 @@ class LLM:
     """A model answering through a paged KV cache.
 
     Args:
-        model: a local folder, a GGUF file, a known name, a hub id, or a `LoadedModel` that engines share.
+        model: a local folder, a GGUF file, a known name or a hub id; the `ModelSource` of one; or a `LoadedModel`
+            that engines share.
         config: see `EngineConfig`.
         progress: show progress bars on stderr while fetching.
 
@@ -75,8 +76,9 @@ class LLM:
         if isinstance(model, LoadedModel):
             info, device = model.info, model.device
         else:
-            source = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
-            info = inspect_model(source, config.dtype, config.trust_remote_code)
+            if isinstance(model, str):
+                model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
+            info = inspect_model(model, config.dtype, config.trust_remote_code)
         # Everything that can be refused is refused before the weights are read.
         self.plan = plan_cache(info.layers, config, raw_format(info.dtype))
         if not isinstance(model, LoadedModel):
@@ -91,7 +93,8 @@ class LLM:
         self.notes += rotary.install(model.module, self.size.max_model_len, info.source.name)
         self._manager = BlockManager(self.size.rules, config.block_size)
         self._scheduler = Scheduler(config, self._manager, self.size)
-        self._runner = Runner(model, KVCache(self.plan, self.size, device), self._manager, config.deterministic)
+        self.cache = KVCache(self.plan, self.size, device)
+        self._runner = Runner(model, self.cache, self._manager, config.deterministic)
         self._requests: dict[int, Request] = {}
         self._text: dict[int, Detokenizer] = {}
         self._ids = itertools.count()
@@ -150,28 +153,39 @@ class LLM:
         use = self.stats()
         if use.tokens_held >= self.peak_use.tokens_held:
             self.peak_use = use
-        ends = list(itertools.accumulate(chunk.end - chunk.start for chunk in chunks))
-        outputs: list[RequestOutput] = []
-        drawing: list[tuple[Chunk, int]] = []
-        for chunk, end in zip(chunks, ends):
-            request = chunk.request
+        outputs = self._scored(chunks, hidden) + self._drawn(chunks, hidden)
+        for chunk in chunks:
             self._scheduler.advance(chunk)
-            if request.keep_hidden:
-                request.hidden.append(hidden[end - (chunk.end - chunk.start) : end])
-                if not bool(request.hidden[-1].isfinite().all()):
-                    outputs.append(self._fail(chunk))
-                elif chunk.completes:
-                    self._scheduler.finish(request, "length")
-                    outputs.append(self._output(request, []))
-            elif chunk.completes:
-                drawing.append((chunk, end - 1))
-        if drawing:
-            logits = self._runner.logits(hidden[[row for _, row in drawing]])
-            finite = logits.isfinite().all(-1).tolist()
-            logits[:, self.model.token_limit :] = -torch.inf
-            for (chunk, _), row, ok in zip(drawing, logits, finite):
-                outputs.append(self._draw(chunk.request, row) if ok else self._fail(chunk))
         return outputs
+
+    def _scored(self, chunks: list[Chunk], hidden: torch.Tensor) -> list[RequestOutput]:
+        """Keep the rows of scoring requests; end those that are through."""
+        outputs = []
+        for chunk, rows in zip(chunks, hidden.split([chunk.end - chunk.start for chunk in chunks])):
+            request = chunk.request
+            if not request.keep_hidden:
+                continue
+            request.hidden.append(rows)
+            if not bool(rows.isfinite().all()):
+                outputs.append(self._fail(chunk))
+            elif chunk.completes:
+                self._scheduler.finish(request, "length")
+                outputs.append(self._output(request, []))
+        return outputs
+
+    def _drawn(self, chunks: list[Chunk], hidden: torch.Tensor) -> list[RequestOutput]:
+        """Draw a token for every request whose known tokens are all in the cache."""
+        ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
+        last = [(c, end - 1) for c, end in zip(chunks, ends) if c.completes and not c.request.keep_hidden]
+        if not last:
+            return []
+        logits = self._runner.logits(hidden[[row for _, row in last]])
+        finite = logits.isfinite().all(-1).tolist()
+        logits[:, self.model.token_limit :] = -torch.inf
+        return [
+            self._draw(chunk.request, row) if ok else self._fail(chunk)
+            for (chunk, _), row, ok in zip(last, logits, finite)
+        ]
 
     def _draw(self, request: Request, logits: torch.Tensor) -> RequestOutput:
         token = sample(logits, request.params, request.generator)
@@ -223,7 +237,7 @@ class LLM:
         """
         tokenizer = self.model.tokenizer
         if not prompt:
-            raise RequestError("the prompt is empty: give some text")
+            raise RequestError(EMPTY_PROMPT)
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if chat and not has_template:
             raise RequestError("the model has no chat template: use --no-chat to complete the text as it is")

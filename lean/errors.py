@@ -29,6 +29,9 @@ class EngineError(LeanError):
     """The engine itself failed: a kernel, or a model that computes non-finite numbers."""
 
 
+EMPTY_PROMPT = "the prompt is empty: give some text"
+
+
 def one_line(error: object, limit: int = 160) -> str:
     """An error of a library, or what a user typed, cut to fit into a message."""
     line = " ".join(str(error).split()) or type(error).__name__

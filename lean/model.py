@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from transformers.utils import logging as hf_logging
 
 from lean import attention
 from lean.cache_groups import LayerShape
@@ -257,6 +258,17 @@ def _list_names(names: Any) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def _from_pretrained_without_bar(*args: Any, **kwargs: Any) -> Any:
+    """transformers' own progress bar would break the one line that lean prints."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
 def load_model(info: ModelInfo, device: torch.device, deterministic: bool = False) -> LoadedModel:
     """Load the weights. Raises ModelError for tensors that are missing or have another shape."""
     source = info.source
@@ -268,10 +280,9 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
         arguments["use_safetensors"] = True
     if deterministic:
         arguments["experts_implementation"] = "eager"  # one plain product per expert, which row tiles can cut
-    call: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
     module, report = _attempt(
         f"cannot load {source.name}",
-        call,
+        _from_pretrained_without_bar,
         source.folder,
         config=info.config,
         dtype=info.dtype,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lean.block_manager import BlockManager
 from lean.cache_groups import CacheSize
 from lean.config import EngineConfig
-from lean.errors import RequestError
+from lean.errors import EMPTY_PROMPT, RequestError
 from lean.request import FinishReason, Request
 
 
@@ -50,7 +50,7 @@ class Scheduler:
         """Queue a request. Raises RequestError for one that can never run."""
         prompt, limit = len(request.prompt_token_ids), self._size.max_model_len
         if prompt == 0:
-            raise RequestError("the prompt has no tokens: give some text")
+            raise RequestError(EMPTY_PROMPT)
         if prompt + (not request.keep_hidden) > limit:
             raise RequestError(
                 f"the prompt has {prompt} tokens, max-model-len is {limit} with room for the answer: "
@@ -90,9 +90,10 @@ class Scheduler:
         return chunks
 
     def advance(self, chunk: Chunk) -> None:
-        """The chunk has run: count it and free what no later token can see."""
+        """The chunk has run: count it, and free what no later token can see."""
         chunk.request.num_computed_tokens = chunk.end
-        self._manager.evict(chunk.request.id)
+        if chunk.request.finish_reason is None:
+            self._manager.evict(chunk.request.id)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Take a running or waiting request out and free its blocks."""

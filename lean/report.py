@@ -1,0 +1,115 @@
+"""What lean says about a model and its cache: start-up line, JSON objects, tables."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lean.config import EngineConfig
+from lean.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lean.engine import LLM
+
+
+def mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def start_up_line(llm: "LLM") -> str:
+    """One line: model, formats, bytes per token, how many fit, pools, kernels."""
+    from lean.quant import describe
+
+    plan, size, info = llm.plan, llm.size, llm.model.info
+    residual = ""
+    if plan.residual_length:
+        residual = f" + last {plan.residual_length} and first {plan.num_exact_sinks} tokens exact"
+    pools = " + ".join(
+        f"{mib((rule.num_blocks + 1) * pool.block_bytes)} {pool.name}"
+        + (" exact" if pool.exact else "")
+        + (f" (window {pool.window})" if pool.window else "")
+        for rule, pool in zip(size.rules, plan.pools)
+    )
+    ratio = plan.bytes_per_token_bf16 / plan.bytes_per_token
+    return (
+        f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}; "
+        f"KV {describe(plan.k_format, plan.v_format)}{residual}, {plan.bytes_per_token:,} bytes/token "
+        f"({ratio:.2f}x less than bf16); {size.num_tokens:,} tokens fit, longest {size.max_model_len:,}; "
+        f"pools {pools}; kernels: {llm.kernels}{', deterministic' if llm.config.deterministic else ''}"
+    )
+
+
+def kv_report(llm: "LLM") -> dict[str, Any]:
+    """The ``kv`` object of ``run --json``: what was held at the moment with the most tokens."""
+    plan, use = llm.plan, llm.peak_use
+    return {
+        "format_k": plan.k_format.name,
+        "format_v": plan.v_format.name,
+        "residual": plan.residual_length,
+        "sinks": plan.num_exact_sinks,
+        "block_size": plan.block_size,
+        "bytes_per_token": plan.bytes_per_token,
+        "tokens_held": use.tokens_held,
+        "bytes_held": use.bytes_held,
+        "bytes_if_bf16": use.bytes_if_bf16,
+        "pools": [asdict(pool) for pool in use.pools],
+    }
+
+
+def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    """The object of ``info --json``. ``bytes_per_token`` covers all layers; null where a format does not fit."""
+    from lean.cache_groups import plan_cache
+    from lean.hub import resolve
+    from lean.model import inspect_model
+    from lean.quant import NAMES, raw_format
+
+    info = inspect_model(resolve(name, trust_remote_code=trust_remote_code), "auto", trust_remote_code)
+
+    def cost(kv_dtype: str) -> int | None:
+        try:
+            config = EngineConfig(kv_dtype=kv_dtype, kv_residual_length=0)
+            return plan_cache(info.layers, config, raw_format(info.dtype)).bytes_per_token
+        except ConfigError:
+            return None
+
+    def one_or_all(values: list[int]) -> int | list[int]:
+        return values[0] if len(set(values)) == 1 else values
+
+    layers = info.layers
+    return {
+        "path": str(info.source.folder / (info.source.gguf_file or "")),
+        "architecture": info.architecture,
+        "model_type": info.config.model_type,
+        "parameters": info.parameters,
+        "dtype": str(info.dtype).removeprefix("torch."),
+        "layers": len(layers),
+        "num_q_heads": one_or_all([layer.num_q_heads for layer in layers]),
+        "num_kv_heads": one_or_all([layer.num_kv_heads for layer in layers]),
+        "head_dim": one_or_all([layer.k_dim for layer in layers]),
+        "windows": [layer.window or None for layer in layers],
+        "max_position_embeddings": info.max_position_embeddings,
+        "bytes_per_token": {kv_dtype: cost(kv_dtype) for kv_dtype in NAMES},
+    }
+
+
+def print_model_report(report: dict[str, Any]) -> None:
+    """The same as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    facts = Table(show_header=False, box=None)
+    windows = report["windows"]
+    sliding = [window for window in windows if window]
+    for key, value in report.items():
+        if key == "windows":
+            value = f"{len(sliding)} of {len(windows)} layers: {sorted(set(sliding))}" if sliding else "none"
+        if key != "bytes_per_token":
+            facts.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
+    console.print(facts)
+    table = Table("KV format", "bytes per token", "vs bf16", "per 4,096 tokens", title="KV cache, all layers")
+    for kv_dtype, nbytes in report["bytes_per_token"].items():
+        if nbytes is None:
+            table.add_row(kv_dtype, "head_dim not divisible by 8", "", "")
+        else:
+            ratio = report["bytes_per_token"]["bf16"] / nbytes
+            table.add_row(kv_dtype, f"{nbytes:,}", f"{ratio:.2f}x", mib(4096 * nbytes))
+    console.print(table)
