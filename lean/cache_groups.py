@@ -211,7 +211,8 @@ def size_cache(plan: CachePlan, config: EngineConfig, model_max_len: int, free_b
             if blocks < 1:
                 raise ConfigError(
                     f"the KV cache needs at least {least / 2**20:.1f} MiB for one block of {size} tokens, "
-                    f"{budget / 2**20:.1f} MiB are given: raise --kv-memory, or lower --prefill-chunk or --kv-residual-length"
+                    f"{budget / 2**20:.1f} MiB are given: "
+                    "raise --kv-memory, or lower --prefill-chunk or --kv-residual-length"
                 )
             if config.kv_memory is None:
                 blocks = min(blocks, config.max_num_seqs * needed)

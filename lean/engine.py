@@ -67,7 +67,9 @@ class LLM:
         UserError: the model or the configuration cannot be used; the message says why and what to do.
     """
 
-    def __init__(self, model: str | LoadedModel, config: EngineConfig | None = None, *, progress: bool = False) -> None:
+    def __init__(
+        self, model: str | ModelSource | LoadedModel, config: EngineConfig | None = None, *, progress: bool = False
+    ) -> None:
         started = time.perf_counter()
         self.config = config = config or EngineConfig()
         if config.threads is not None:
@@ -78,7 +80,7 @@ class LLM:
         else:
             if isinstance(model, str):
                 model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
-            info = inspect_model(model, config.dtype, config.trust_remote_code)
+            info = inspect_model(source, config.dtype, config.trust_remote_code)
         # Everything that can be refused is refused before the weights are read.
         self.plan = plan_cache(info.layers, config, raw_format(info.dtype))
         if not isinstance(model, LoadedModel):
