@@ -80,7 +80,7 @@ class LLM:
         else:
             if isinstance(model, str):
                 model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
-            info = inspect_model(source, config.dtype, config.trust_remote_code)
+            info = inspect_model(model, config.dtype, config.trust_remote_code)
         # Everything that can be refused is refused before the weights are read.
         self.plan = plan_cache(info.layers, config, raw_format(info.dtype))
         if not isinstance(model, LoadedModel):
