@@ -22,8 +22,6 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _threads_stay():
-    """A test may change the number of threads; the next one finds it as it was."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+def _one_thread():
+    """Tiny tensors gain nothing from threads. A test may ask for more; the next one starts with one again."""
+    torch.set_num_threads(1)
