@@ -1,11 +1,14 @@
 """How faithful a cache is: KL divergence and agreement against another engine on the same tokens."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from lean.config import DEFAULT_MODEL, EngineConfig
 from lean.engine import LLM
+from lean.eval.corpus import python_docs, text_hash
 from lean.runner import LOGIT_SLICE
 
 
@@ -56,3 +59,38 @@ def compare(reference: LLM, candidate: LLM, token_ids: Sequence[int]) -> Fidelit
         p999_kld=float(kld.quantile(0.999)),
         top1=float(torch.cat(agreed).double().mean()),
     )
+
+
+ROWS = ("int8:0", "fp8:0", "k8v4:0", "int4:0", "int8", "fp8", "k8v4", "int4")
+
+
+def main() -> None:
+    """Print the fidelity of cache formats against the exact cache, for one model and Python's help topics."""
+    parser = argparse.ArgumentParser(prog="python -m lean.eval.fidelity", description=main.__doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--dtype", default="float32", help="of weights and activations (default: %(default)s)")
+    parser.add_argument("formats", nargs="*", metavar="FORMAT[:R]", help=f"kv-dtype[:residual] ({' '.join(ROWS)})")
+    args = parser.parse_args()
+    reference = LLM(args.model, EngineConfig(kv_dtype="auto", dtype=args.dtype, max_num_seqs=1), progress=True)
+    text = python_docs()
+    ids = reference.model.tokenizer(text[: args.tokens * 8])["input_ids"][: args.tokens]
+    bf16 = reference.plan.bytes_per_token_bf16
+    print(f"{args.model}, {args.dtype}, {len(ids)} tokens of python-docs (sha256 {text_hash(text)[:16]}), chunk 512")
+    print(f"{'format':8} {'R':>3} {'vs bf16':>8} {'held':>6} {'ppl':>8} {'mean KLD':>18} {'p99.9':>8} {'top-1':>6}")
+    for row in ("auto", *(args.formats or ROWS)):
+        kv_dtype, _, residual = row.partition(":")
+        config = EngineConfig(kv_dtype=kv_dtype, kv_residual_length=int(residual) if residual else None, max_num_seqs=1)
+        candidate = LLM(reference.model, config)
+        result = compare(reference, candidate, ids)
+        use = candidate.peak_use
+        print(
+            f"{kv_dtype:8} {candidate.plan.residual_length:3} {bf16 / candidate.plan.bytes_per_token:7.2f}x "
+            f"{use.bytes_if_bf16 / use.bytes_held:5.2f}x {result.perplexity:8.3f} "
+            f"{result.mean_kld:10.6f} ±{result.stderr_kld:.6f} {result.p999_kld:8.4f} {result.top1:6.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,12 @@
 """EngineConfig: every option of the engine and its default, once."""
 
-import re
-from dataclasses import dataclass
+from __future__ import annotations
 
-from lean.errors import ConfigError
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from lean.errors import ConfigError, one_line
 from lean.kernels.layout import BLOCK_SIZES
 from lean.quant.formats import NAMES, KVFormat, parse_kv_dtype
 
@@ -24,6 +27,12 @@ def parse_size(text: str) -> int:
     if not match or unit not in _UNITS:
         raise ConfigError(f"cannot read size {text!r}: write a number with KiB, MiB, GiB, KB, MB or GB, e.g. 512MiB")
     return int(float(match[1]) * _UNITS[unit])
+
+
+def _is_of(value: object, annotation: str) -> bool:
+    """Whether a YAML value has the type a field is annotated with, e.g. ``int | None``."""
+    kind = "None" if value is None else type(value).__name__
+    return kind in annotation.split(" | ")
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,27 @@ class EngineConfig:
                 refuse(field, "must be at least 1")
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ConfigError("num-blocks and kv-memory both set the size of the cache: give one of them")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> EngineConfig:
+        """Read options from a YAML file; the others keep their defaults. Raises ConfigError, naming the key."""
+        import yaml
+
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} must hold `key: value` lines")
+        known = {field.name: field.type for field in fields(cls)}
+        for key, value in values.items():
+            if key not in known:
+                raise ConfigError(f"{path}: unknown key {key!r}; known are {', '.join(known)}")
+            if key == "kv_memory" and isinstance(value, str):
+                values[key] = parse_size(value)
+            elif not _is_of(value, str(known[key])):
+                raise ConfigError(f"{path}: {key} must be {known[key]}, got {value!r}")
+        return cls(**values)
 
     def formats(self, dtype_format: KVFormat) -> tuple[KVFormat, KVFormat]:
         """(K format, V format); ``dtype_format`` stands in for ``auto``."""

@@ -1,0 +1,52 @@
+# Everything happens in .venv. `make demo` and `make test` are all the set-up there is.
+PYTHON ?= python3
+TORCH ?= 2.13.0
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+MODEL ?= smollm2-135m
+PROMPT ?= Explain in two sentences why the sky is blue.
+
+.PHONY: demo test test-slow lint bench fidelity clean
+
+demo: .venv/.installed
+	$(BIN)/lean run $(MODEL) "$(PROMPT)"
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest
+
+test-slow: .venv/.installed-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: .venv/.installed
+	$(BIN)/python -m lean.eval.bench $(MODEL)
+
+fidelity: .venv/.installed
+	$(BIN)/python -m lean.eval.fidelity $(MODEL)
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+# A torch that $(PYTHON) has already serves; otherwise the tested release is installed: with an NVIDIA driver exactly the
+# index's own build (===), without one a CPU build where an index or a local folder offers it.
+.venv/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit("lean needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@if $(PYTHON) -c 'import torch; sys_ok = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11); raise SystemExit(not sys_ok)' 2>/dev/null; \
+	then echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages .venv; \
+	else echo "installing torch $(TORCH)"; $(PYTHON) -m venv .venv; \
+	  if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) "torch===$(TORCH)"; else $(PIP) "torch==$(TORCH)"; fi; fi
+	@touch $@
+
+.venv/.installed: .venv/.torch pyproject.toml
+	@echo "installing lean"
+	@$(PIP) -e .
+	@touch $@
+
+.venv/.installed-dev: .venv/.torch pyproject.toml
+	@echo "installing lean and its development tools"
+	@$(PIP) -e ".[dev]"
+	@touch $@ .venv/.installed
