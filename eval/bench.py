@@ -19,9 +19,9 @@ from lean.hub import resolve
 from lean.request import SamplingParams
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(call: Callable[[list[int], int], None], ids: list[int], count: int) -> float:
     start = time.perf_counter()
-    call()
+    call(ids, count)
     return time.perf_counter() - start
 
 
@@ -56,7 +56,7 @@ def main() -> None:
         for repeat in range(args.repeats + 1):
             for name, call in (("lean", ours), ("transformers", theirs)):
                 for count in (1, 1 + args.new_tokens):
-                    seconds = _seconds(lambda call=call, count=count: call(ids, count))  # type: ignore[misc]
+                    seconds = _seconds(call, ids, count)
                     if repeat:  # the first is warm-up
                         times.setdefault((name, count), []).append(seconds)
         first = {name: statistics.median(times[name, 1]) for name in ("lean", "transformers")}
