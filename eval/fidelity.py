@@ -1,7 +1,7 @@
 """How faithful a cache is: KL divergence and agreement against another engine on the same tokens."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,27 +28,32 @@ class Fidelity:
     top1: float
 
 
+def _slices(llm: LLM, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Last hidden states in slices of LOGIT_SLICE rows, whatever chunks the engine runs; the last may be shorter."""
+    held = None
+    for _, rows in llm.hidden_states(token_ids):
+        held = rows if held is None else torch.cat((held, rows))
+        while held.shape[0] >= LOGIT_SLICE:
+            yield held[:LOGIT_SLICE]
+            held = held[LOGIT_SLICE:]
+    if held is not None and held.shape[0]:
+        yield held
+
+
 @torch.inference_mode()
 def compare(reference: LLM, candidate: LLM, token_ids: Sequence[int]) -> Fidelity:
-    """Score the same tokens through both engines, chunk by chunk; logits exist for LOGIT_SLICE rows at once.
-
-    Both need the same prefill chunk and max_num_batched_tokens, so that their chunks coincide.
-    """
+    """Score the same tokens through both engines side by side; logits exist for LOGIT_SLICE rows at once."""
     targets = torch.tensor(list(token_ids))
     klds, agreed, scores = [], [], []
-    chunks = zip(reference.hidden_states(token_ids), candidate.hidden_states(token_ids), strict=True)
-    for (position, ref_rows), (other_position, rows) in chunks:
-        if (position, ref_rows.shape) != (other_position, rows.shape):
-            raise ValueError("the engines cut the tokens differently: give both the same prefill chunk")
-        for start in range(0, rows.shape[0], LOGIT_SLICE):
-            part = slice(start, start + LOGIT_SLICE)
-            p = reference.logits(ref_rows[part]).log_softmax(-1)
-            q = candidate.logits(rows[part]).log_softmax(-1)
-            klds.append((p.exp() * (p - q)).sum(-1).cpu())
-            agreed.append((p.argmax(-1) == q.argmax(-1)).cpu())
-            first = position + start + 1
-            wanted = targets[first : first + q.shape[0]].to(q.device)
-            scores.append(q[: wanted.shape[0]].gather(1, wanted[:, None])[:, 0].cpu())
+    position = 0
+    for ref_rows, rows in zip(_slices(reference, token_ids), _slices(candidate, token_ids), strict=True):
+        p = reference.logits(ref_rows).log_softmax(-1)
+        q = candidate.logits(rows).log_softmax(-1)
+        klds.append((p.exp() * (p - q)).sum(-1).cpu())
+        agreed.append((p.argmax(-1) == q.argmax(-1)).cpu())
+        wanted = targets[position + 1 : position + 1 + q.shape[0]].to(q.device)
+        scores.append(q[: wanted.shape[0]].gather(1, wanted[:, None])[:, 0].cpu())
+        position += q.shape[0]
     kld = torch.cat(klds).double()
     return Fidelity(
         num_tokens=kld.numel(),

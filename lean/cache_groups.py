@@ -48,6 +48,13 @@ class PoolSpec:
         """Where in a block the part of ``layer`` starts, in bytes."""
         return sum(layout.nbytes for layout in self.layouts[: self.layers.index(layer)])
 
+    def most_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Most blocks a sequence of ``num_tokens`` holds here while it decodes."""
+        blocks = -(-num_tokens // block_size)
+        if not self.window:
+            return blocks
+        return min(blocks, -(-self.num_sink_tokens // block_size) + _most_blocks_spanned(self.window, block_size))
+
     @property
     def name(self) -> str:
         k, v = self.layouts[0].k_format, self.layouts[0].v_format
@@ -96,6 +103,18 @@ class CachePlan:
     @property
     def bytes_per_token_bf16(self) -> int:
         return sum(pool.bytes_per_token_bf16 for pool in self.pools if not pool.exact)
+
+    def bytes_at(self, num_tokens: int) -> int:
+        """Bytes that the blocks of one sequence of ``num_tokens`` occupy, exact copies included."""
+        return sum(pool.most_blocks(num_tokens, self.block_size) * pool.block_bytes for pool in self.pools)
+
+    def bytes_at_bf16(self, num_tokens: int) -> int:
+        """The same tokens in bf16, without blocks."""
+        return sum(
+            min(num_tokens, pool.window or num_tokens) * pool.bytes_per_token_bf16
+            for pool in self.pools
+            if not pool.exact
+        )
 
 
 def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat) -> CachePlan:
@@ -165,7 +184,7 @@ def _bounded_blocks(pool: PoolSpec, config: EngineConfig, max_model_len: int) ->
     over the sequences they start at most one more block each.
     """
     size = config.block_size
-    kept = -(-pool.num_sink_tokens // size) + _most_blocks_spanned(pool.window, size)
+    kept = pool.most_blocks(max_model_len, size)
     total = config.max_num_seqs * (kept + 1) + -(-config.max_num_batched_tokens // size)
     return min(total, config.max_num_seqs * -(-max_model_len // size))
 

@@ -17,6 +17,7 @@ from lean.detokenizer import Detokenizer
 from lean.errors import EMPTY_PROMPT, ConfigError, EngineError, ModelError, RequestError
 from lean.hub import ModelSource, resolve
 from lean.kernels.ops import backend
+from lean.kernels.reference import workspace_bytes
 from lean.kv_cache import KVCache, PoolUse, pool_use
 from lean.model import LoadedModel, inspect_model, load_model
 from lean.quant import raw_format
@@ -351,3 +352,14 @@ class LLM:
             if not spec.exact
         )
         return CacheUse(self._manager.tokens_held(), sum(pool.bytes_held for pool in pools), bf16, pools)
+
+
+def score_workspace_bytes(llm: LLM) -> int:
+    """Memory that `LLM.score` needs beside weights, pools and activations: attention tiles and logit slices.
+
+    A slice of logits exists in the model's dtype, in float32 and once more inside the reduction.
+    """
+    widest = max(llm.model.info.layers, key=lambda layer: layer.num_q_heads * (layer.k_dim + layer.v_dim))
+    itemsize = 8 if llm.model.info.dtype is torch.float64 else 4
+    tiles = workspace_bytes(widest.num_q_heads, widest.num_kv_heads, widest.k_dim, widest.v_dim, itemsize)
+    return tiles + LOGIT_SLICE * llm.model.vocab_size * (llm.model.info.dtype.itemsize + 2 * itemsize)

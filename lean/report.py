@@ -28,12 +28,14 @@ def start_up_line(llm: "LLM") -> str:
         + (f" (window {pool.window})" if pool.window else "")
         for rule, pool in zip(size.rules, plan.pools)
     )
-    ratio = plan.bytes_per_token_bf16 / plan.bytes_per_token
+    longest = size.max_model_len
+    full, bf16 = plan.bytes_at(longest), plan.bytes_at_bf16(longest)
+    mode = ", deterministic" if llm.config.deterministic else ""
     return (
         f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}; "
-        f"KV {describe(plan.k_format, plan.v_format)}{residual}, {plan.bytes_per_token:,} bytes/token "
-        f"({ratio:.2f}x less than bf16); {size.num_tokens:,} tokens fit, longest {size.max_model_len:,}; "
-        f"pools {pools}; kernels: {llm.kernels}{', deterministic' if llm.config.deterministic else ''}"
+        f"KV {describe(plan.k_format, plan.v_format)}{residual}, {plan.bytes_per_token:,} bytes/token; "
+        f"{mib(full)} at {longest:,} tokens (bf16 {mib(bf16)}, {bf16 / full:.2f}x); "
+        f"{size.num_tokens:,} tokens fit in {pools}; kernels: {llm.kernels}{mode}"
     )
 
 
