@@ -35,12 +35,10 @@ def _(arena: torch.Tensor, *args: Any) -> None:
 
 
 @torch.library.register_fake("lean::paged_attention")
-def _(query: torch.Tensor, *args: Any) -> torch.Tensor:
-    v_dim = args[_V_DIM]
+def _(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    names = [argument.name for argument in torch.ops.lean.paged_attention.default._schema.arguments]
+    v_dim = {**dict(zip(names[1:], args)), **kwargs}["v_dim"]
     return query.new_empty(query.shape[0], query.shape[1], v_dim)
-
-
-_V_DIM = [arg.name for arg in torch.ops.lean.paged_attention.default._schema.arguments].index("v_dim") - 1
 
 
 def backend(device: torch.device) -> str:
@@ -71,8 +69,9 @@ class LayerPool:
             raise ValueError(
                 f"arena must be uint8 [num_blocks, block_bytes], got {self.arena.dtype} {self.arena.shape}"
             )
-        if self.offset % ALIGNMENT or self.arena.stride(0) % ALIGNMENT:
-            raise ValueError(f"layer offset {self.offset} and block stride must be multiples of {ALIGNMENT}")
+        starts = (self.offset, self.arena.stride(0), self.arena.storage_offset())
+        if any(start % ALIGNMENT for start in starts):
+            raise ValueError(f"layer offset, block stride and arena start {starts} must be multiples of {ALIGNMENT}")
         if self.offset + layout.nbytes > self.arena.shape[1]:
             raise ValueError(f"layer of {layout.nbytes} bytes at {self.offset} leaves a block of {self.arena.shape[1]}")
         if layout.block_size not in BLOCK_SIZES:
@@ -103,6 +102,19 @@ def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mappi
         layout.k_format.code,
         layout.v_format.code,
     )
+
+
+def _check_exact(main: KVLayout, exact: KVLayout) -> None:
+    """Both pools share one query, one output and one block size, and so one basis."""
+
+    def shape(layout: KVLayout) -> tuple:
+        return layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size
+
+    def basis(layout: KVLayout) -> tuple:
+        return layout.k_format.rotate, layout.v_format.rotate
+
+    if shape(main) != shape(exact) or basis(main) != basis(exact):
+        raise ValueError(f"the exact pool {exact} does not match {main} in heads, dims, block size and rotation")
 
 
 def paged_attention(
@@ -145,10 +157,22 @@ def paged_attention(
         raise ValueError(f"query {tuple(query.shape)} does not fit {layout}")
     if query_start_loc.shape[0] != seq_lens.shape[0] + 1 or block_tables.shape[0] != seq_lens.shape[0]:
         raise ValueError("query_start_loc, seq_lens and block_tables disagree about the number of sequences")
+    if block_tables.dtype.is_floating_point:
+        raise ValueError(f"block_tables must hold integers, not {block_tables.dtype}")
+    if min(window, num_sink_tokens, residual_length, num_exact_sinks) < 0:
+        raise ValueError("window, num_sink_tokens, residual_length and num_exact_sinks must not be negative")
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"softcap must be finite and at least 0, got {softcap}")
     if num_sink_tokens and not window:
         raise ValueError("num_sink_tokens needs a window; full attention sees every key anyway")
     if (residual_length > 0) != (exact is not None) or (exact is not None) != (exact_block_tables is not None):
         raise ValueError("a residual needs an exact pool, its block tables and residual_length > 0")
+    if num_exact_sinks and exact is None:
+        raise ValueError("num_exact_sinks needs a residual")
+    if exact is not None and exact_block_tables is not None:
+        _check_exact(layout, exact.layout)
+        if exact_block_tables.shape[0] != seq_lens.shape[0]:
+            raise ValueError("exact_block_tables and seq_lens disagree about the number of sequences")
     if query_sink is not None and query_sink.shape != query.shape:
         raise ValueError(f"query_sink {tuple(query_sink.shape)} is not shaped like query {tuple(query.shape)}")
     if sink_logits is not None and sink_logits.shape != (query.shape[1],):

@@ -1,8 +1,10 @@
 """The two attention ops in plain torch: the specification every other backend is held against.
 
-Row-invariant by construction: keys are visited in tiles that start at multiples of KEY_TILE, and every product has the
-fixed shape [ROW_TILE, dim] x [dim, KEY_TILE]. So neither the chunk, nor the batch, nor a neighbour's length changes the
-order in which one row's numbers are added. A tile that a row does not see leaves its state as it was, to the bit.
+Row-invariant: keys are visited in tiles that start at multiples of KEY_TILE, and every product has a fixed shape of
+ROW_TILE rows. So neither the chunk, nor the batch, nor a neighbour's length changes the order in which the numbers of a
+row are added, as long as the BLAS treats the rows of one shape alike, which the tests check. A tile that a row does not
+see leaves its state as it was, to the bit. (One exception: a non-finite V also reaches the rows before it in its own
+chunk; such a request is stopped anyway.)
 
 Memory: one call needs, beside its output and the rotated query, at most `workspace_bytes`, whatever the context.
 """
@@ -25,8 +27,9 @@ def workspace_bytes(num_q_heads: int, num_kv_heads: int, k_dim: int, v_dim: int,
     group_rows = -(-QUERY_TILE * (num_q_heads // num_kv_heads) // ROW_TILE) * ROW_TILE
     rows = num_kv_heads * group_rows
     scores = 4 * rows * KEY_TILE  # scores, masked scores, probabilities, and one more inside an expression
-    tile = 4 * num_kv_heads * KEY_TILE * (k_dim + v_dim)  # gathered bytes, codes, scaled values, a copy
-    return itemsize * (scores + tile + 2 * rows * k_dim + 3 * rows * v_dim) + 2 * group_rows * KEY_TILE
+    tile = 4 * num_kv_heads * KEY_TILE * (k_dim + v_dim + 16)  # gathered bytes, codes, scaled values, a padded copy
+    masks = (8 + 2) * group_rows * KEY_TILE  # int64 distances and booleans
+    return itemsize * (scores + tile + 2 * rows * k_dim + 3 * rows * (v_dim + 16)) + masks
 
 
 def _parts(arena: torch.Tensor, layout: KVLayout, offset: int) -> tuple[torch.Tensor, ...]:
@@ -76,7 +79,8 @@ def kv_write(
     block, slot = slots // block_size, slots % block_size
     written = (*encode(key[kept], layout.k_format), *encode(value[kept], layout.v_format))
     for part, rows in zip(parts, written):
-        part[block, :, slot] = rows
+        if rows.numel():
+            part[block, :, slot] = rows
 
 
 def read_slots(
@@ -89,12 +93,11 @@ def read_slots(
 
 
 class _Source(NamedTuple):
-    """Where a range of keys is read from: one layer's part of a pool, and the pool's block tables."""
+    """Where keys are read from: one layer's part of a pool, as views, and the pool's block tables."""
 
-    arena: torch.Tensor
     block_tables: torch.Tensor
     layout: KVLayout
-    offset: int
+    parts: tuple[torch.Tensor, ...]
 
 
 def _load_tile(source: _Source, seq: int, start: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,15 +110,23 @@ def _load_tile(source: _Source, seq: int, start: int, dtype: torch.dtype) -> tup
     blocks = source.block_tables[seq, first : first + count].long()
     blocks = torch.nn.functional.pad(blocks, (0, count - blocks.numel()))
     # [count, heads, slots, x] -> [heads, count * slots, x]
-    k_codes, k_scales, v_codes, v_scales = (
-        part[blocks].transpose(0, 1).flatten(1, 2) for part in _parts(source.arena, layout, source.offset)
-    )
+    k_codes, k_scales, v_codes, v_scales = (part[blocks].transpose(0, 1).flatten(1, 2) for part in source.parts)
     return decode(k_codes, k_scales, layout.k_format, dtype), decode(v_codes, v_scales, layout.v_format, dtype)
 
 
 def _row_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [heads, tiles, ROW_TILE, K] times b [heads, K, N], one fixed-shape product per head and tile."""
-    return torch.stack([torch.bmm(rows, cols.expand(rows.shape[0], -1, -1)) for rows, cols in zip(a, b)])
+    """a [heads, tiles, ROW_TILE, K] times b [heads, K, N], one fixed-shape product per head and tile.
+
+    Columns are padded to whole vectors: MKL adds the rest of a row in another order when it splits it over threads.
+    For the same reason float64 multiplies tile by tile instead of in one batch.
+    """
+    n = b.shape[-1]
+    b = torch.nn.functional.pad(b, (0, -n % 16))
+    if a.dtype is torch.float64:
+        out = torch.stack([torch.stack([tile @ cols for tile in rows]) for rows, cols in zip(a, b)])
+    else:
+        out = torch.stack([torch.bmm(rows, cols.expand(rows.shape[0], -1, -1)) for rows, cols in zip(a, b)])
+    return out[..., :n]
 
 
 class _Softmax:
@@ -126,16 +137,17 @@ class _Softmax:
         self.sum = like.new_zeros((*rows, 1))
         self.acc = like.new_zeros((*rows, v_dim))
 
-    def add(self, scores: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> None:
-        """scores [heads, tiles, ROW_TILE, keys]; seen [tiles, ROW_TILE, keys]; v [heads, keys, v_dim]."""
-        scores = scores.masked_fill(~seen, -torch.inf)
+    def add(self, scores: torch.Tensor, seen: torch.Tensor | None, v: torch.Tensor) -> None:
+        """scores [heads, tiles, ROW_TILE, keys]; seen [tiles, ROW_TILE, keys], None: all; v [heads, keys, v_dim]."""
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -torch.inf)
+            # 0 x NaN is NaN: V of slots that no row sees is whatever lies there.
+            v = v.masked_fill(~seen.flatten(0, 1).any(0)[:, None], 0.0)
         new_max = torch.maximum(self.max, scores.amax(-1, keepdim=True))
         # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights exact zeros, not NaN.
         base = new_max.masked_fill(new_max == -torch.inf, 0.0)
         weights = torch.exp(scores.sub_(base))
         kept = torch.exp(self.max - base)
-        # 0 x NaN is NaN: V of slots that no row sees is whatever lies there.
-        v = v.masked_fill(~seen.flatten(0, 1).any(0)[:, None], 0.0)
         self.sum = self.sum * kept + weights.sum(-1, keepdim=True)
         self.acc = self.acc * kept + _row_product(weights, v)
         self.max = new_max
@@ -179,13 +191,14 @@ def paged_attention(
     residual_length: int,
     num_exact_sinks: int,
 ) -> torch.Tensor:
-    """See `lean.kernels.paged_attention`, which checks the arguments."""
+    """See `lean.kernels.ops.paged_attention`, which checks the arguments."""
     num_q_heads, k_dim = query.shape[1:]
     group = num_q_heads // num_kv_heads
 
     def source(arena: torch.Tensor, tables: torch.Tensor, offset: int, k_code: int, v_code: int) -> _Source:
         formats = KVFormat.from_code(k_code), KVFormat.from_code(v_code)
-        return _Source(arena, tables, KVLayout(*formats, num_kv_heads, k_dim, v_dim, block_size), offset)
+        layout = KVLayout(*formats, num_kv_heads, k_dim, v_dim, block_size)
+        return _Source(tables, layout, _parts(arena, layout, offset))
 
     main = exact = source(arena, block_tables, layer_offset, k_format, v_format)
     if exact_arena is not None and exact_block_tables is not None:
@@ -210,34 +223,45 @@ def paged_attention(
         i = torch.nn.functional.pad(i, (0, -i.numel() % ROW_TILE), value=-1).view(-1, ROW_TILE, 1)
         state = _Softmax(q.shape[:3], v_dim, q)
 
-        def visit(q: torch.Tensor, source: _Source, starts: set[int], sees: Callable) -> None:
-            for start in sorted(starts):
-                j = torch.arange(start, start + KEY_TILE, device=query.device)
-                k, v = _load_tile(source, seq, start, dtype)
-                scores = _row_product(q, k.transpose(1, 2)).mul_(scale)
-                if softcap:
-                    scores = torch.tanh(scores.div_(softcap)).mul_(softcap)
-                state.add(scores, (j <= i) & sees(j), v)
+        def is_exact(j: torch.Tensor) -> torch.Tensor:
+            return (i - j < residual_length) | (j < num_exact_sinks)
+
+        def is_sink(j: torch.Tensor) -> torch.Tensor:
+            return j < num_sink_tokens
 
         def in_window(j: torch.Tensor) -> torch.Tensor:
             """Keys read with the plain query: those the window shows, less the sinks, which have their own."""
             return ((i - j < window) if window else True) & (j >= num_sink_tokens)
 
-        def is_exact(j: torch.Tensor) -> torch.Tensor:
-            return (i - j < residual_length) | (j < num_exact_sinks)
+        def visit(q: torch.Tensor, source: _Source, starts: set[int], part: Callable) -> None:
+            for start in sorted(starts):
+                k, v = _load_tile(source, seq, start, dtype)
+                scores = _row_product(q, k.transpose(1, 2)).mul_(scale)
+                if softcap:
+                    scores = torch.tanh(scores.div_(softcap)).mul_(softcap)
+                # Inside the window, before the residual and behind all sinks every row sees the whole tile.
+                seen = None
+                inside = start >= max(num_sink_tokens, num_exact_sinks) and (not window or last - start < window)
+                if source is not main or not inside or start + KEY_TILE > position + 1 - residual_length:
+                    j = torch.arange(start, start + KEY_TILE, device=query.device)
+                    seen = (j <= i) & part(j)
+                    if residual_length:
+                        seen &= is_exact(j) if source is exact else ~is_exact(j)
+                state.add(scores, seen, v)
 
         if num_sink_tokens:
             turned = q if query_sink is None else rows_of(basis(query_sink[tokens]))
             starts = _tiles(0, min(num_sink_tokens, last + 1))
-            visit(turned, exact, starts, lambda j: j < num_sink_tokens)
+            if not residual_length or num_exact_sinks < num_sink_tokens:
+                visit(turned, main, starts, is_sink)
+            if residual_length:
+                visit(turned, exact, starts, is_sink)
         left = first_in_window(position, window)
-        if not residual_length:
-            visit(q, main, _tiles(left, last + 1), in_window)
-        else:
-            visit(q, main, _tiles(left, last + 1 - residual_length), lambda j: in_window(j) & ~is_exact(j))
+        visit(q, main, _tiles(left, last + 1 - residual_length), in_window)
+        if residual_length:
             starts = _tiles(max(left, position - residual_length + 1), last + 1)
             starts |= _tiles(left, min(num_exact_sinks, last + 1))
-            visit(q, exact, starts, lambda j: in_window(j) & is_exact(j))
+            visit(q, exact, starts, in_window)
 
         logits = None
         if sink_logits is not None:

@@ -5,7 +5,6 @@ A format is data. Everything that depends on bytes (pool sizes, reports, kernel 
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import lru_cache
 
 
 class Kind(IntEnum):
@@ -41,15 +40,14 @@ class KVFormat:
     @property
     def code(self) -> int:
         """The format as one integer, for op arguments: twice the row in the table, plus one if rotated."""
-        row = _ROW.get(self.name)
-        if row is None or replace(self, rotate=_TABLE[row].rotate) != _TABLE[row]:
+        code = _CODES.get(self)
+        if code is None:
             raise ValueError(f"{self} is no row of the format table, so no kernel can be told about it")
-        return 2 * row + self.rotate
+        return code
 
     @staticmethod
-    @lru_cache
     def from_code(code: int) -> "KVFormat":
-        return replace(_TABLE[code // 2], rotate=bool(code % 2))
+        return _BY_CODE[code]
 
     @property
     def max_code(self) -> float:
@@ -95,7 +93,8 @@ _TABLE = (
     KVFormat("fp8", 8, Kind.E4M3),
     KVFormat("int4", 4, Kind.INT, group_size=32, rotate=True),
 )
-_ROW = {fmt.name: row for row, fmt in enumerate(_TABLE)}
+_BY_CODE = [replace(fmt, rotate=rotate) for fmt in _TABLE for rotate in (False, True)]
+_CODES = {fmt: code for code, fmt in enumerate(_BY_CODE)}
 FP64, FP32, FP16, BF16, INT8, FP8, INT4 = _TABLE
 FORMATS = {fmt.name: fmt for fmt in _TABLE}
 
