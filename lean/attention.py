@@ -7,6 +7,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from lean.errors import ModelError
 from lean.kernels.ops import kv_write, paged_attention
 from lean.kv_cache import KVCache
 
@@ -62,15 +63,15 @@ def lean_attention(
         [1, num_tokens, num_q_heads, v_dim], and None for the weights, which are never formed.
 
     Raises:
-        TypeError: the model passes something that would be dropped.
+        ModelError: the model passes something that would be dropped.
     """
     layer = kv_cache.layers[module.layer_idx]  # type: ignore[index]
     group = layer.group
     unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
     if unknown or kwargs.get("is_causal") is False or dropout:
-        raise TypeError(f"attention argument not supported: {', '.join(unknown) or 'is_causal=False or dropout'}")
+        raise ModelError(f"attention argument not supported: {', '.join(unknown) or 'is_causal=False or dropout'}")
     if (sliding_window or 0) != group.window:
-        raise TypeError(f"layer {module.layer_idx} asks for window {sliding_window}, the cache has {group.window}")
+        raise ModelError(f"layer {module.layer_idx} asks for window {sliding_window}, the cache has {group.window}")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     kv_write(layer.pool, k, v, attention_batch.slot_mapping[group.pool])
     if layer.exact is not None and group.exact_pool is not None:

@@ -18,7 +18,7 @@ NULL_BLOCK = 0
 def hash_block(parent: bytes | None, token_ids: Sequence[int], salt: str = "", group: int = 0) -> bytes:
     """Content hash of a full block: its tokens, all tokens before it (through ``parent``), salt and cache group."""
     text = f"{salt!r}|{group}|{','.join(map(str, token_ids))}".encode()
-    return hashlib.sha256((parent or b"") + b"|" + text).digest()
+    return hashlib.sha256((parent or bytes(32)) + text).digest()
 
 
 @dataclass(frozen=True)

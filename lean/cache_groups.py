@@ -199,47 +199,55 @@ class CacheSize:
     nbytes: int
 
 
-def size_cache(plan: CachePlan, config: EngineConfig, model_max_len: int, free_bytes: int) -> CacheSize:
+def size_cache(
+    plan: CachePlan, config: EngineConfig, model_max_len: int, free_bytes: int, share: float = 1.0
+) -> CacheSize:
     """Give every pool its number of blocks.
 
     Args:
         model_max_len: longest sequence the model itself can take.
-        free_bytes: memory the cache may take where the configuration does not say.
+        free_bytes: memory the device can give.
+        share: the part of it that the cache may take where the configuration does not say.
 
     Raises:
-        ConfigError: the memory asked for holds less than one block, or less than the max_model_len asked for.
+        ConfigError: the memory asked for is not there, holds less than one block, or less than max_model_len tokens.
     """
     wanted = config.max_model_len
     if wanted is not None and wanted > model_max_len:
         raise ConfigError(f"max-model-len {wanted} exceeds the {model_max_len} positions of this model")
+    budget = int(free_bytes * share) if config.kv_memory is None else config.kv_memory
+    if budget > free_bytes:
+        raise ConfigError(f"kv-memory {_mib(budget)} exceeds the {_mib(free_bytes)} that are free: lower --kv-memory")
     max_model_len = wanted or model_max_len
     size = plan.block_size
-    bounded = {i: _bounded_blocks(p, config, max_model_len) for i, p in enumerate(plan.pools) if p.window}
     # One block more than usable in every pool: the null block.
+    bounded = {i: _bounded_blocks(p, config, max_model_len) for i, p in enumerate(plan.pools) if p.window}
     bounded_bytes = sum((n + 1) * plan.pools[i].block_bytes for i, n in bounded.items())
     row_bytes = sum(pool.block_bytes for pool in plan.pools if not pool.window)
+    least = bounded_bytes + 2 * row_bytes
+    if config.num_blocks is None and least > budget:
+        raise ConfigError(
+            f"the KV cache needs at least {_mib(least)} with blocks of {size} tokens, {_mib(budget)} are given: "
+            "raise --kv-memory, or lower --prefill-chunk or --kv-residual-length"
+        )
     blocks = 0
+    if not row_bytes and config.num_blocks is not None:
+        raise ConfigError("num-blocks has nothing to size: every layer of this model has a window of its own")
     if row_bytes:
         needed = -(-max_model_len // size)
-        if config.num_blocks is not None:
-            blocks = config.num_blocks
-        else:
-            budget = free_bytes if config.kv_memory is None else config.kv_memory
-            blocks = (budget - bounded_bytes) // row_bytes - 1
-            least = bounded_bytes + 2 * row_bytes
-            if blocks < 1:
-                raise ConfigError(
-                    f"the KV cache needs at least {least / 2**20:.1f} MiB for one block of {size} tokens, "
-                    f"{budget / 2**20:.1f} MiB are given: "
-                    "raise --kv-memory, or lower --prefill-chunk or --kv-residual-length"
-                )
-            if config.kv_memory is None:
-                blocks = min(blocks, config.max_num_seqs * needed)
+        blocks = (budget - bounded_bytes) // row_bytes - 1 if config.num_blocks is None else config.num_blocks
+        if config.num_blocks is None and config.kv_memory is None:
+            blocks = min(blocks, config.max_num_seqs * needed)
+        if bounded_bytes + (blocks + 1) * row_bytes > free_bytes:
+            raise ConfigError(
+                f"{blocks} blocks take {_mib(bounded_bytes + (blocks + 1) * row_bytes)}, "
+                f"{_mib(free_bytes)} are free: lower --num-blocks"
+            )
         if blocks < needed:
             if wanted is not None:
                 raise ConfigError(
                     f"max-model-len {wanted} needs {needed} blocks of {size} tokens "
-                    f"({(bounded_bytes + (needed + 1) * row_bytes) / 2**20:.1f} MiB), only {blocks} fit: "
+                    f"({_mib(bounded_bytes + (needed + 1) * row_bytes)}), only {blocks} fit: "
                     "raise --kv-memory or --num-blocks, or lower --max-model-len"
                 )
             max_model_len = blocks * size
@@ -249,3 +257,7 @@ def size_cache(plan: CachePlan, config: EngineConfig, model_max_len: int, free_b
     tokens = blocks * size if row_bytes else config.max_num_seqs * max_model_len
     nbytes = sum((rule.num_blocks + 1) * pool.block_bytes for rule, pool in zip(rules, plan.pools))
     return CacheSize(rules, tokens, max_model_len, nbytes)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"

@@ -8,12 +8,13 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from lean.config import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, KV_DTYPE_HELP, EngineConfig, parse_size
 from lean.errors import EMPTY_PROMPT, LeanError, UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 _DEFAULT = EngineConfig()
 _MODEL_HELP = f"Folder, .gguf file, pulled name or hub id; LEAN_MODEL, else {DEFAULT_MODEL}."
@@ -41,6 +42,8 @@ def _read_prompt(argument: str | None, option: str | None) -> str:
     """The prompt from its place on the command line, from -p, or from standard input."""
     prompt = argument if argument is not None else option
     if prompt is not None and prompt != "-":
+        if any("\ud800" <= c <= "\udfff" for c in prompt):  # what argv could not decode
+            raise UserError("the prompt is not UTF-8 text")
         return prompt
     if prompt is None and sys.stdin.isatty():
         try:
@@ -48,17 +51,17 @@ def _read_prompt(argument: str | None, option: str | None) -> str:
         except EOFError:
             return ""
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 @app.command()
 def run(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=_MODEL_HELP, show_default=False)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)] = None,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="[PROMPT]", help="Text; - or nothing reads standard input.", show_default=False),
+        typer.Argument(metavar="PROMPT", help="Text; - or nothing reads standard input.", show_default=False),
     ] = None,
     prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="PROMPT as an option.")] = None,
     kv_dtype: Annotated[str, typer.Option(help=KV_DTYPE_HELP)] = _DEFAULT.kv_dtype,
@@ -145,7 +148,7 @@ def run(
     from lean.request import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos)
-    with stderr.status(f"loading {name}"):
+    with stderr.status(Text(f"loading {name}")):
         llm = LLM(source, config)
     for note in llm.notes:
         stderr.print(f"note: {note}")
@@ -153,14 +156,16 @@ def run(
     ids = llm.encode(text, chat=chat)
     started = time.perf_counter()
     outputs, times = [], []
-    for output in llm.stream(ids, params):
-        outputs.append(output)
-        times.append(time.perf_counter())
+    try:
+        for output in llm.stream(ids, params):
+            outputs.append(output)
+            times.append(time.perf_counter())
+            if not json:
+                print(output.text, end="", flush=True)
+    finally:
         if not json:
-            print(output.text, end="", flush=True)
+            print(flush=True)
     last = outputs[-1]
-    if not json:
-        print(flush=True)
     if last.error:
         raise LeanError(last.error)
     tokens = [token for output in outputs for token in output.token_ids]
@@ -204,7 +209,7 @@ def pull(name: Annotated[str, typer.Argument(metavar="NAME", help=f"A known name
 
 @app.command()
 def info(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=_MODEL_HELP, show_default=False)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     json: Json = False,
 ) -> None:
@@ -222,7 +227,8 @@ def info(
 def _print_json(value: dict[str, Any]) -> None:
     import json
 
-    print(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(json.dumps(value, ensure_ascii=not unicode, allow_nan=False))
 
 
 def _quiet_libraries() -> None:
@@ -236,15 +242,14 @@ def _quiet_libraries() -> None:
 def main() -> None:
     """Entry point: run the command; every error meant for the user becomes one line and its exit code."""
     _quiet_libraries()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show a character
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="lean", standalone_mode=False)
     except LeanError as error:
         _exit(str(error), error.exit_code)
     except KeyboardInterrupt:
-        _exit("interrupted", 130)
-    except BrokenPipeError:  # the reader of our output has gone, e.g. `lean run ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        code = 130
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of the command line parser's
             raise

@@ -26,11 +26,14 @@ def parse_size(text: str) -> int:
     unit = unit + "IB" if unit in ("K", "M", "G") else unit + "B" if unit.endswith("I") else unit
     if not match or unit not in _UNITS:
         raise ConfigError(f"cannot read size {text!r}: write a number with KiB, MiB, GiB, KB, MB or GB, e.g. 512MiB")
-    return int(float(match[1]) * _UNITS[unit])
+    size = float(match[1]) * _UNITS[unit]
+    if size > 2**62:
+        raise ConfigError(f"size {one_line(text, 30)!r} is beyond any memory: write e.g. 512MiB")
+    return int(size)
 
 
 def _is_of(value: object, annotation: str) -> bool:
-    """Whether a YAML value has the type a field is annotated with, e.g. ``int | None``."""
+    """Whether a value has the type a field is annotated with, e.g. ``int | None``."""
     kind = "None" if value is None else type(value).__name__
     return kind in annotation.split(" | ")
 
@@ -79,6 +82,9 @@ class EngineConfig:
         def refuse(field: str, why: str) -> None:
             raise ConfigError(f"{field.replace('_', '-')} {getattr(self, field)!r} {why}")
 
+        for item in fields(self):
+            if not _is_of(getattr(self, item.name), str(item.type)):
+                refuse(item.name, f"must be {item.type}")
         if self.kv_dtype != "auto":
             try:
                 parse_kv_dtype(self.kv_dtype)
@@ -117,15 +123,16 @@ class EngineConfig:
             raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must hold `key: value` lines")
-        known = {field.name: field.type for field in fields(cls)}
-        for key, value in values.items():
+        known = [item.name for item in fields(cls)]
+        for key in values:
             if key not in known:
                 raise ConfigError(f"{path}: unknown key {key!r}; known are {', '.join(known)}")
-            if key == "kv_memory" and isinstance(value, str):
-                values[key] = parse_size(value)
-            elif not _is_of(value, str(known[key])):
-                raise ConfigError(f"{path}: {key} must be {known[key]}, got {value!r}")
-        return cls(**values)
+        try:
+            if isinstance(values.get("kv_memory"), str):
+                values["kv_memory"] = parse_size(values["kv_memory"])
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     def formats(self, dtype_format: KVFormat) -> tuple[KVFormat, KVFormat]:
         """(K format, V format); ``dtype_format`` stands in for ``auto``."""
@@ -133,12 +140,15 @@ class EngineConfig:
 
     def residual(self, quantized: bool) -> tuple[int, int]:
         """(residual length, exact sinks) for a cache that is ``quantized`` or not. Raises ConfigError."""
-        if not quantized and self.kv_residual_length:
-            raise ConfigError(
-                f"kv-residual-length {self.kv_residual_length} has no meaning for kv-dtype {self.kv_dtype}, "
-                "which is stored as is: leave it out or choose a quantized format"
-            )
-        length = (DEFAULT_RESIDUAL_LENGTH if self.kv_residual_length is None else self.kv_residual_length) * quantized
+        if not quantized:
+            for name, value in (("kv-residual-length", self.kv_residual_length), ("sinks", self.sinks)):
+                if value:
+                    raise ConfigError(
+                        f"{name} {value} has no meaning for kv-dtype {self.kv_dtype}, which is stored as is: "
+                        "leave it out or choose a quantized format"
+                    )
+            return 0, 0
+        length = DEFAULT_RESIDUAL_LENGTH if self.kv_residual_length is None else self.kv_residual_length
         if length == 0 and self.sinks:
             raise ConfigError(f"sinks {self.sinks} stay exact only beside a residual: give a --kv-residual-length")
         if length == 0:

@@ -15,6 +15,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)  # never shown, and no context for what follows
         self._ids: list[int] = []
         self._start = 0  # the window: tokens from here on, the first few only for context (spaces, merged characters)
         self._read = 0  # tokens before it had ended in a whole character
@@ -25,7 +26,10 @@ class Detokenizer:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with these tokens; may be empty."""
-        self._ids.extend(token_ids)
+        new = [token for token in token_ids if token not in self._special]
+        if not new:
+            return ""
+        self._ids.extend(new)
         text = self._decode(self._ids[self._start :])
         certain = text.rstrip(REPLACEMENT)
         piece = certain[self._given :]
@@ -38,4 +42,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was held back. A character that never got its last bytes comes out as the replacement character."""
-        return self._decode(self._ids[self._start :])[self._given :]
+        text = self._decode(self._ids[self._start :])[self._given :]
+        self._start = self._read = len(self._ids)
+        self._given = 0
+        return text

@@ -4,6 +4,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,15 +12,15 @@ import torch
 
 from lean import memory, rotary
 from lean.block_manager import BlockManager
-from lean.cache_groups import plan_cache, size_cache
+from lean.cache_groups import CacheSize, plan_cache, size_cache
 from lean.config import EngineConfig
 from lean.detokenizer import Detokenizer
-from lean.errors import EMPTY_PROMPT, ConfigError, EngineError, ModelError, RequestError
+from lean.errors import EMPTY_PROMPT, ConfigError, EngineError, ModelError, RequestError, one_line
 from lean.hub import ModelSource, resolve
 from lean.kernels.ops import backend
 from lean.kernels.reference import workspace_bytes
 from lean.kv_cache import KVCache, PoolUse, pool_use
-from lean.model import LoadedModel, inspect_model, load_model
+from lean.model import LoadedModel, ModelInfo, inspect_model, load_model
 from lean.quant import raw_format
 from lean.request import Request, RequestOutput, SamplingParams
 from lean.runner import LOGIT_SLICE, Runner
@@ -49,6 +50,8 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("lean runs on cpu and cuda")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
@@ -76,8 +79,17 @@ class LLM:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
+        try:
+            self.kernels = backend(device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if isinstance(model, LoadedModel):
-            info, device = model.info, model.device
+            info = model.info
+            if config.dtype != "auto" and getattr(torch, config.dtype) is not info.dtype:
+                raise ConfigError(f"dtype {config.dtype} asked for, the loaded model is {info.dtype}: load it again")
+            if config.device != "auto" and device != model.device:
+                raise ConfigError(f"device {config.device} asked for, the loaded model is on {model.device}")
+            device = model.device
         else:
             if isinstance(model, str):
                 model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
@@ -85,10 +97,10 @@ class LLM:
         # Everything that can be refused is refused before the weights are read.
         self.plan = plan_cache(info.layers, config, raw_format(info.dtype))
         if not isinstance(model, LoadedModel):
-            size_cache(self.plan, config, info.max_position_embeddings, memory.cache_budget(device))
+            self._size(info, device)
             model = load_model(info, device, config.deterministic)
         self.model = model
-        self.size = size_cache(self.plan, config, info.max_position_embeddings, memory.cache_budget(device))
+        self.size = self._size(info, device)
         self.notes = list(self.plan.notes)
         wanted = config.max_model_len or info.max_position_embeddings
         if self.size.max_model_len < wanted:
@@ -102,18 +114,23 @@ class LLM:
         self._text: dict[int, Detokenizer] = {}
         self._ids = itertools.count()
         self._steps = 0
-        self.kernels = backend(device)
+        self._inbox: dict[int, deque[RequestOutput]] = {}  # of requests that a method below waits for
+        self._outbox: list[RequestOutput] = []  # of all others, for the caller of `step`
         self.peak_use = self.stats()
         self._probe()
         self.load_s = time.perf_counter() - started
+
+    def _size(self, info: ModelInfo, device: torch.device) -> CacheSize:
+        free, share = memory.free_bytes(device), memory.cache_share(device)
+        return size_cache(self.plan, self.config, info.max_position_embeddings, free, share)
 
     def _probe(self) -> None:
         """Run one token, so that a model that does not fit fails here and not in somebody's request."""
         probe = Request(next(self._ids), [0], SamplingParams())
         try:
             self._manager.append(probe.id, 1)
-            self._runner.logits(self._runner.run([Chunk(probe, 0, 1)]))
-        except TypeError as error:
+            self._runner.logits(self._runner.run([Chunk(probe, 0, 1, True)]))
+        except ModelError as error:
             raise ModelError(f"{self.model.info.source.name}: {error}") from None
         finally:
             self._manager.free(probe.id)
@@ -124,9 +141,12 @@ class LLM:
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, *, keep_hidden: bool = False
     ) -> int:
         """Queue token ids; returns the request's id. Raises RequestError for what can never be served."""
-        ids = [int(token) for token in prompt_token_ids]
-        if ids and not 0 <= min(ids) <= max(ids) < self.model.vocab_size:
-            raise RequestError(f"token id {max(ids)} or {min(ids)} is outside 0 .. {self.model.vocab_size - 1}")
+        if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, Sequence):
+            raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt_token_ids).__name__}")
+        ids = list(prompt_token_ids)
+        for token in ids:
+            if type(token) is not int or not 0 <= token < self.model.vocab_size:
+                raise RequestError(f"token id {token!r} is no integer from 0 to {self.model.vocab_size - 1}")
         params = self._resolve(params or SamplingParams(), len(ids))
         generator = None
         if params.temperature:
@@ -145,35 +165,52 @@ class LLM:
         room = max(1, self.size.max_model_len - prompt_tokens)
         return replace(params, **fill, max_tokens=min(params.max_tokens, room))
 
-    @torch.inference_mode()
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.has_work
+
     def step(self) -> list[RequestOutput]:
-        """Run one step; one output per request that got a token, ended or failed."""
+        """Run one step; one output per request of `add_request` that got a token, ended or failed."""
+        self._advance()
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        """Run one step and hand its outputs to whom they belong."""
         chunks = self._scheduler.schedule()
         if not chunks:
-            return []
+            return
         self._steps += 1
-        hidden = self._runner.run(chunks)
+        try:
+            hidden = self._runner.run(chunks)
+        except BaseException:
+            for chunk in chunks:
+                self._scheduler.take_back(chunk)
+            raise
         use = self.stats()
         if use.tokens_held >= self.peak_use.tokens_held:
             self.peak_use = use
-        outputs = self._scored(chunks, hidden) + self._drawn(chunks, hidden)
+        for output in self._kept(chunks, hidden) + self._drawn(chunks, hidden):
+            self._inbox.get(output.request_id, self._outbox).append(output)
         for chunk in chunks:
             self._scheduler.advance(chunk)
-        return outputs
 
-    def _scored(self, chunks: list[Chunk], hidden: torch.Tensor) -> list[RequestOutput]:
-        """Keep the rows of scoring requests; end those that are through."""
+    def _kept(self, chunks: list[Chunk], hidden: torch.Tensor) -> list[RequestOutput]:
+        """Check the rows that predict nothing yet, and keep those of scoring requests."""
         outputs = []
         for chunk, rows in zip(chunks, hidden.split([chunk.end - chunk.start for chunk in chunks])):
             request = chunk.request
-            if not request.keep_hidden:
+            if chunk.completes and not request.keep_hidden:
                 continue
-            request.hidden.append(rows)
             if not bool(rows.isfinite().all()):
                 outputs.append(self._fail(chunk))
-            elif chunk.completes:
-                self._scheduler.finish(request, "length")
-                outputs.append(self._output(request, []))
+            elif request.keep_hidden:
+                request.hidden.append(rows)
+                if chunk.completes:
+                    self._scheduler.finish(request, "length")
+                    outputs.append(self._output(request, []))
         return outputs
 
     def _drawn(self, chunks: list[Chunk], hidden: torch.Tensor) -> list[RequestOutput]:
@@ -183,7 +220,7 @@ class LLM:
         if not last:
             return []
         logits = self._runner.logits(hidden[[row for _, row in last]])
-        finite = logits.isfinite().all(-1).tolist()
+        finite = logits[:, : self.model.token_limit].isfinite().all(-1).tolist()
         logits[:, self.model.token_limit :] = -torch.inf
         return [
             self._draw(chunk.request, row) if ok else self._fail(chunk)
@@ -224,8 +261,9 @@ class LLM:
         """Drop a request and free its blocks; unknown or finished ones are ignored."""
         request = self._requests.pop(request_id, None)
         self._text.pop(request_id, None)
+        self._inbox.pop(request_id, None)
         if request is not None:
-            self._scheduler.finish(request, "error", "aborted")
+            self._scheduler.finish(request, "abort")
 
     # --- what people call ---
 
@@ -241,20 +279,27 @@ class LLM:
         tokenizer = self.model.tokenizer
         if not prompt:
             raise RequestError(EMPTY_PROMPT)
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RequestError("the prompt is not valid text: it holds bytes that are no UTF-8") from None
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if chat and not has_template:
             raise RequestError("the model has no chat template: use --no-chat to complete the text as it is")
         if has_template and chat is not False:
             turns = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            try:
+                text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # whatever the model's own template raises
+                raise RequestError(f"the chat template cannot render this: {one_line(error)}; try --no-chat") from None
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes its own BOS
         ids = list(tokenizer(prompt)["input_ids"])
         if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
             log.warning("the prompt begins with %s and the tokenizer adds another one", tokenizer.bos_token)
         return ids
 
-    def _ids_of(self, prompt: str | Sequence[int], chat: bool | None) -> list[int]:
-        return self.encode(prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
+    def _ids_of(self, prompt: str | Sequence[int], chat: bool | None) -> Sequence[int]:
+        return self.encode(prompt, chat=chat) if isinstance(prompt, str) else prompt
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool | None = False
@@ -262,10 +307,18 @@ class LLM:
         """Yield one output per token: its text piece, and at the end the finish reason. Leaving the loop aborts."""
         request_id = self.add_request(self._ids_of(prompt, chat), params)
         try:
-            while request_id in self._requests:
-                yield from (output for output in self.step() if output.request_id == request_id)
+            yield from self._wait_for(request_id)
         finally:
             self.abort(request_id)
+
+    def _wait_for(self, request_id: int) -> Iterator[RequestOutput]:
+        """Run steps and yield the outputs of one request; those of others wait for whoever asks."""
+        inbox = self._inbox.setdefault(request_id, deque())
+        while inbox or request_id in self._requests:
+            if not inbox:
+                self._advance()
+            while inbox:
+                yield inbox.popleft()
 
     def generate(
         self,
@@ -280,24 +333,19 @@ class LLM:
         """
         batch: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         ids: list[int] = []
-        parts: dict[int, list[RequestOutput]] = {}
+        outputs = []
         try:
             for prompt in batch:
                 ids.append(self.add_request(self._ids_of(prompt, chat), params))
-            while any(request_id in self._requests for request_id in ids):
-                for output in self.step():
-                    parts.setdefault(output.request_id, []).append(output)
+                self._inbox[ids[-1]] = deque()
+            for request_id in ids:
+                parts = [*self._wait_for(request_id)]
+                text = "".join(part.text for part in parts)
+                outputs.append(replace(parts[-1], text=text, token_ids=[t for part in parts for t in part.token_ids]))
         finally:
             for request_id in ids:
                 self.abort(request_id)
-        return [
-            replace(
-                parts[request_id][-1],
-                text="".join(part.text for part in parts[request_id]),
-                token_ids=[token for part in parts[request_id] for token in part.token_ids],
-            )
-            for request_id in ids
-        ]
+        return outputs
 
     def hidden_states(self, token_ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Run tokens through the cache; yields (position of the first row, hidden [rows, hidden_size]) per chunk.
@@ -306,10 +354,11 @@ class LLM:
         """
         request_id = self.add_request(token_ids, keep_hidden=True)
         request = self._requests[request_id]
+        self._inbox[request_id] = deque()
         position = 0
         try:
             while request_id in self._requests:
-                self.step()
+                self._advance()
                 if request.error:
                     raise EngineError(request.error)
                 while request.hidden:

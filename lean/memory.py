@@ -29,9 +29,13 @@ def _host_free() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no MemAvailable (macOS): assume half
 
 
-def cache_budget(device: torch.device) -> int:
-    """Bytes the KV cache may take by default: 90% of what a GPU has free, a quarter of free host memory."""
+def free_bytes(device: torch.device) -> int:
+    """Bytes the device can still give."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
-    limits = [free for free in (_cgroup_free(), _host_free()) if free is not None]
-    return int(min(limits) * CPU_SHARE)
+        return torch.cuda.mem_get_info(device)[0]
+    return min(free for free in (_cgroup_free(), _host_free()) if free is not None)
+
+
+def cache_share(device: torch.device) -> float:
+    """The part of free memory that the KV cache takes by default."""
+    return GPU_SHARE if device.type == "cuda" else CPU_SHARE

@@ -97,7 +97,7 @@ def print_model_report(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     facts = Table(show_header=False, box=None)
     windows = report["windows"]
     sliding = [window for window in windows if window]

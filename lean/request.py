@@ -9,7 +9,7 @@ import torch
 from lean.config import DEFAULT_MAX_TOKENS
 from lean.errors import RequestError
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SamplingParams:
         need("seed", seed is None or (whole(seed) and 0 <= seed < 2**63), "a whole number from 0 to 2^63 - 1")
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One sequence on its way through the engine. Written by the engine and the scheduler only."""
 

@@ -8,7 +8,7 @@ from lean.request import SamplingParams
 def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
     """Choose one id. ``logits``: float32 [vocab], rows of padding at -inf. Greedy takes the lowest id among ties.
 
-    Top-k and top-p look at the tempered distribution, as transformers and vLLM do.
+    Top-k and top-p look at the tempered distribution, as transformers and vLLM do; top-k keeps all ties of the k-th.
     """
     if not params.temperature or generator is None:
         return int(logits.argmax())

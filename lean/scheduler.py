@@ -12,20 +12,19 @@ from lean.request import FinishReason, Request
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens start .. end of one request, all of them new to the cache."""
+    """Tokens start .. end of one request, all of them new to the cache.
+
+    ``completes``: the chunk ends at the last known token, so that its last row predicts a new one.
+    """
 
     request: Request
     start: int
     end: int
+    completes: bool
 
     @property
     def token_ids(self) -> list[int]:
         return self.request.tokens(self.start, self.end)
-
-    @property
-    def completes(self) -> bool:
-        """Whether the chunk ends at the last known token, so that its last row predicts a new one."""
-        return self.end == self.request.num_tokens
 
 
 class Scheduler:
@@ -75,7 +74,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks, their blocks taken. Decodes and started prompts go before newcomers."""
+        """The next step's chunks, their blocks taken: in order of arrival, until the step's tokens are given away."""
         self._admit()
         budget = self._config.max_num_batched_tokens
         chunks = []
@@ -85,9 +84,13 @@ class Scheduler:
             if end == start:
                 break
             self._manager.append(request.id, end - start)
-            chunks.append(Chunk(request, start, end))
+            chunks.append(Chunk(request, start, end, end == request.num_tokens))
             budget -= end - start
         return chunks
+
+    def take_back(self, chunk: Chunk) -> None:
+        """The step of this chunk failed: give its blocks back, so that it can be scheduled again."""
+        self._manager.truncate(chunk.request.id, chunk.start)
 
     def advance(self, chunk: Chunk) -> None:
         """The chunk has run: count it, and free what no later token can see."""

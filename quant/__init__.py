@@ -1,6 +1,7 @@
 """KV-cache number formats: their bytes, and the torch code that defines what is written."""
 
-from lean.quant.codecs import decode, encode, quantize_dequantize, raw_format
+from typing import TYPE_CHECKING, Any
+
 from lean.quant.formats import (
     BF16,
     FORMATS,
@@ -16,9 +17,23 @@ from lean.quant.formats import (
     describe,
     parse_kv_dtype,
 )
-from lean.quant.rotation import rotate
+
+if TYPE_CHECKING:
+    from lean.quant.codecs import decode, encode, quantize_dequantize, raw_format
+    from lean.quant.rotation import rotate
 
 __all__ = [
     "BF16", "FORMATS", "FP8", "FP16", "FP32", "FP64", "INT4", "INT8", "NAMES", "KVFormat", "Kind",
     "decode", "describe", "encode", "parse_kv_dtype", "quantize_dequantize", "raw_format", "rotate",
 ]  # fmt: skip
+
+_HOME = {"rotate": "rotation", **dict.fromkeys(("decode", "encode", "quantize_dequantize", "raw_format"), "codecs")}
+
+
+def __getattr__(name: str) -> Any:
+    """The formats are data and need no torch; what computes is imported on first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'lean.quant' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"lean.quant.{_HOME[name]}"), name)

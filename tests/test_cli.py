@@ -1,0 +1,250 @@
+"""The lean command: answers on stdout and nothing else there, one line for every mistake, exit codes that mean it."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lean import cli
+from lean.quant import NAMES
+
+RUN = ("--max-tokens", "6", "--ignore-eos")
+KV_KEYS = {"format_k", "format_v", "residual", "sinks", "block_size", "bytes_per_token", "tokens_held"}
+KV_KEYS |= {"bytes_held", "bytes_if_bf16", "pools"}
+KEYS = {"text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "kv", "timing", "kernels"}
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return str(tiny("llama", num_hidden_layers=1))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    for name in ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("LEAN_MODEL", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def lean(monkeypatch, capsys):
+    """``lean(*arguments, stdin=bytes)`` -> (exit code, stdout, stderr)."""
+
+    def call(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["lean", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("pull",), ("info",)], ids=str)
+def test_every_command_explains_itself(lean, command):
+    code, out, err = lean(*command, "--help")
+    assert (code, err) == (0, "")
+    assert "Usage:" in out
+    words = {
+        ("run",): ("--kv-dtype", "int8", "[default: 32]", "smollm2-135m", "--temperature"),
+        (): ("run", "pull", "info"),
+    }
+    assert all(word in out for word in words.get(command, ("--help",)))
+
+
+def test_help_waits_for_neither_torch_nor_transformers():
+    code = "import lean.cli, sys; sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_a_command_the_help_is_shown(lean):
+    assert lean()[:2] == lean("--help")[:2]
+
+
+@pytest.mark.parametrize("text", ["hello", "é\n 😀"])
+def test_the_prompt_may_come_from_its_place_an_option_or_standard_input(lean, model, text):
+    code, out, _ = lean("run", model, text, *RUN)
+    assert code == 0
+    assert lean("run", model, "-p", text, *RUN)[:2] == (0, out)
+    assert lean("run", model, *RUN, stdin=text.encode())[:2] == (0, out)
+    assert lean("run", model, *RUN, stdin=f"{text}\n".encode())[:2] == (0, out)  # as `echo` ends it
+    assert lean("run", model, "-", *RUN, stdin=text.encode())[:2] == (0, out)
+
+
+def no_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_json_is_one_object_with_exactly_these_keys(lean, model):
+    code, out, _ = lean("run", model, "hello", *RUN, "--json", "--kv-dtype", "k8v4")
+    assert (code, out.count("\n")) == (0, 1)
+    result = json.loads(out, parse_constant=no_constant)
+    assert result.keys() == KEYS
+    assert result["kv"].keys() == KV_KEYS
+    assert result["timing"].keys() == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"}
+    assert (result["prompt_tokens"], result["completion_tokens"], len(result["token_ids"])) == (5, 6, 6)
+    assert result["finish_reason"] == "length"
+    kv = result["kv"]
+    assert (kv["format_k"], kv["format_v"], kv["residual"], kv["sinks"]) == ("int8", "int4", 64, 4)
+    assert (kv["tokens_held"], kv["block_size"]) == (10, 32)
+    assert kv["bytes_held"] == sum(pool["bytes_held"] for pool in kv["pools"]) > 0
+    assert kv["bytes_if_bf16"] == 10 * 2 * 2 * 16 * 2
+    assert lean("run", model, "hello", *RUN, "--kv-dtype", "k8v4")[1] == result["text"] + "\n"
+    one = json.loads(lean("run", model, "hello", "--max-tokens", "1", "--json")[1], parse_constant=no_constant)
+    assert one["timing"]["decode_tok_s"] is None
+
+
+def test_the_start_up_line_says_what_the_cache_really_is(lean, model):
+    """U06."""
+    for arguments, words in (
+        ((), ("float32 on cpu", "KV int8 + last 64 and first 4 tokens exact", "72 bytes/token", "tokens fit")),
+        (("--kv-dtype", "fp8", "--kv-residual-length", "0"), ("KV fp8,", "72 bytes/token")),
+        (("--dtype", "bfloat16", "--kv-dtype", "auto", "--num-blocks", "3"), ("bfloat16", "KV bf16,", "96 tokens fit")),
+        (("--num-blocks", "3"), ("max-model-len lowered from 512 to 96",)),
+    ):
+        code, _, err = lean("run", model, "hello", *RUN, *arguments)
+        assert code == 0
+        assert all(word in err for word in words), err
+
+
+def test_lean_model_is_used_and_said(lean, model, monkeypatch):
+    monkeypatch.setenv("LEAN_MODEL", model)
+    code, out, err = lean("run", "-p", "hello", *RUN)
+    assert code == 0
+    assert f"model: {model} (LEAN_MODEL)" in err.splitlines()
+    assert out == lean("run", model, "hello", *RUN)[1]
+    assert model in lean("info")[2]
+
+
+BAD = {
+    "unknown flag": (("MODEL", "hi", "--nope"), "--nope"),
+    "unknown format": (("MODEL", "hi", "--kv-dtype", "int3"), "int3"),
+    "empty prompt": (("MODEL", ""), "prompt is empty"),
+    "empty -p": (("MODEL", "-p", ""), "prompt is empty"),
+    "empty stdin": (("MODEL",), "prompt is empty"),
+    "two prompts": (("MODEL", "hi", "-p", "hi"), "two prompts"),
+    "three arguments": (("MODEL", "hi", "there"), "there"),
+    "sentence as model": (("Why is the sky blue?",), "looks like a prompt"),
+    "long text as model": (("x" * 100_000,), "unknown model"),
+    "missing path": (("/no/such/folder", "hi"), "/no/such/folder"),
+    "a file as model": ((__file__, "hi"), "is not a model"),
+    "unknown name": (("nosuchmodel", "hi"), "nosuchmodel"),
+    "not UTF-8": (("MODEL", "hi \udcff"), "UTF-8"),
+    "little memory": (("MODEL", "hi", "--kv-memory", "1KiB"), "--kv-memory"),
+    "no size": (("MODEL", "hi", "--kv-memory", "lots"), "lots"),
+    "too many blocks": (("MODEL", "hi", "--num-blocks", "1000000000000000"), "--num-blocks"),
+    "two sizes": (("MODEL", "hi", "--num-blocks", "4", "--kv-memory", "1MiB"), "num-blocks"),
+    "beyond the model": (("MODEL", "hi", "--max-model-len", "513"), "512"),
+    "no residual": (("MODEL", "hi", "--kv-dtype", "bf16", "--kv-residual-length", "64"), "kv-residual-length 64"),
+    "bad device": (("MODEL", "hi", "--device", "abacus"), "abacus"),
+    "device without data": (("MODEL", "hi", "--device", "meta"), "meta"),
+    "absent device": (("MODEL", "hi", "--device", "cuda:99"), "cuda:99"),
+    "bad dtype": (("MODEL", "hi", "--dtype", "int8"), "int8"),
+    "no tokens": (("MODEL", "hi", "--max-tokens", "0"), "max-tokens"),
+    "no number": (("MODEL", "hi", "--max-tokens", "ten"), "--max-tokens"),
+    "negative temperature": (("MODEL", "hi", "--temperature", "-1"), "temperature"),
+    "temperature nan": (("MODEL", "hi", "--temperature", "nan"), "temperature"),
+    "negative seed": (("MODEL", "hi", "--seed", "-1"), "seed"),
+    "block size": (("MODEL", "hi", "--block-size", "33"), "block-size 33"),
+    "threads": (("MODEL", "hi", "--threads", "0"), "threads 0"),
+}
+
+
+def assert_refused(result, word, lines=1):
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == lines
+    assert err.splitlines()[-1].startswith("lean: ")
+    assert word in err
+
+
+@pytest.mark.parametrize(("arguments", "word"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_exit_code_2(lean, model, arguments, word):
+    assert_refused(lean("run", *(model if argument == "MODEL" else argument for argument in arguments)), word)
+
+
+def test_a_prompt_this_model_cannot_take_is_one_line_after_the_start_up_line(lean, model):
+    assert_refused(lean("run", model, "x" * 513, "--json"), "513 tokens", lines=2)
+    assert_refused(lean("run", model, "hi", "--chat"), "no chat template", lines=2)
+
+
+def test_bad_input_to_the_other_commands_is_one_line_too(lean, model, monkeypatch):
+    assert_refused(lean("rum"), "rum")
+    assert_refused(lean("info", "/no/such/folder", "--json"), "/no/such/folder")
+    assert_refused(lean("pull", "no-such-model"), "no-such-model")
+    assert_refused(lean("run", model, stdin=b"\xff\xfe\x00"), "not UTF-8")
+    monkeypatch.setenv("LEAN_KERNELS", "abacus")
+    assert_refused(lean("run", model, "hi"), "abacus")
+
+
+@pytest.mark.parametrize("name", ["[red]model", "a[", "a[/b]"])
+def test_a_path_with_brackets_is_shown_as_it_is(lean, model, tmp_path, monkeypatch, name):
+    folder = tmp_path / name
+    folder.parent.mkdir(exist_ok=True)
+    folder.symlink_to(model)
+    monkeypatch.setenv("LEAN_MODEL", str(folder))
+    code, _, err = lean("run", "-p", "hi", *RUN)
+    assert code == 0
+    assert f"model: {folder} (LEAN_MODEL)" in err.splitlines()
+
+
+@pytest.mark.parametrize("flag", [(), ("--json",)])
+def test_text_beyond_the_encoding_of_standard_output_does_not_crash(lean, model, monkeypatch, flag):
+    whole = json.loads(lean("run", model, "hello", *RUN, "--json")[1])
+    assert not whole["text"].isascii()
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert lean("run", model, "hello", *RUN, *flag)[0] == 0
+    stdout.flush()
+    written = stdout.buffer.getvalue().decode("ascii")
+    assert set(filter(str.isascii, whole["text"])) <= set(written) if not flag else json.loads(written)["token_ids"]
+
+
+def test_info_describes_a_model_and_what_its_cache_costs(lean, model):
+    code, out, err = lean("info", model, "--json")
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    report = json.loads(out, parse_constant=no_constant)
+    assert (report["model_type"], report["dtype"], report["layers"], report["head_dim"]) == ("llama", "float32", 1, 16)
+    assert (report["num_q_heads"], report["num_kv_heads"], report["max_position_embeddings"]) == (4, 2, 512)
+    costs = {"fp32": 256, "bf16": 128, "int8": 72, "fp8": 72, "k8v4": 56, "int4": 40}
+    assert report["bytes_per_token"].keys() == set(NAMES)
+    assert report["bytes_per_token"] | costs == report["bytes_per_token"]
+    code, out, err = lean("info", model)
+    assert (code, err) == (0, "")
+    assert all(word in out for word in ("llama", "float32", *NAMES, "72"))
+
+
+@pytest.fixture(scope="module")
+def answering(tiny):
+    """Two commands amid a long answer, five bytes of which were read."""
+    folder = str(tiny("llama", max_position_embeddings=20_000))
+    command = (sys.executable, "-m", "lean.cli", "run", folder, "hi", "--max-tokens", "19000", "--ignore-eos")
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    assert [len(process.stdout.read(5)) for process in processes] == [5, 5]
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+def test_a_reader_that_leaves_ends_the_answer_without_a_traceback(answering):
+    answering[0].stdout.close()
+    err = answering[0].stderr.read().decode()
+    assert answering[0].wait(timeout=30) != 0
+    assert not any(word in err for word in ("Traceback", "ignored", "Broken"))
+
+
+def test_an_interrupt_ends_the_answer_within_two_seconds(answering):
+    sent = time.monotonic()
+    answering[1].send_signal(signal.SIGINT)
+    lines = [answering[1].stderr.readline().decode() for _ in range(2)]
+    assert lines[1] == "lean: interrupted\n"  # after the start-up line; freeing torch's modules takes a second more
+    assert time.monotonic() - sent < 2
+    assert answering[1].stderr.read() == b""
+    assert answering[1].wait(timeout=30) == 130

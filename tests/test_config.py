@@ -1,0 +1,225 @@
+"""Options are refused with one line that names them, or mean what they say."""
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from helpers import refusal
+
+from lean.config import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_RESIDUAL_LENGTH,
+    DEFAULT_SINKS,
+    EngineConfig,
+    parse_size,
+)
+from lean.engine import LLM
+from lean.quant import BF16, FP8, FP32, INT4, INT8
+from lean.request import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("4096", 4096),
+        ("1B", 1),
+        ("3KB", 3000),
+        ("3KiB", 3072),
+        ("2k", 2048),
+        ("512MiB", 512 * 2**20),
+        ("512MB", 512 * 10**6),
+        ("512m", 512 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("1.5GiB", 1_610_612_736),
+        ("2G", 2**31),
+        ("2gi", 2**31),
+        (" 7 MiB ", 7 * 2**20),
+    ],
+)
+def test_sizes_are_read(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+BAD_SIZES = ["", " ", "MiB", "-1GiB", "1,5GB", "1e9", "nan", "inf", "1TB", "1 GiB x", "0x10", ".5GB", "5.GB", "1 2MB"]
+
+
+@pytest.mark.parametrize("text", [*BAD_SIZES, "9" * 400 + "GiB"])
+def test_what_is_no_size_is_refused(text):
+    message = refusal(parse_size, text)
+    assert "MiB" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "kv_dtype": ("int3", "", "k=int8", "k=int8,k=int4", "k=int8,v=auto", "int8,int4", "k=int8,v=int4,x=int8"),
+        "block_size": (0, 1, 31, 48, 512, -32),
+        "dtype": ("int8", "half", "", "torch.float32"),
+        "kv_residual_length": (-1,),
+        "sinks": (-1,),
+        "num_blocks": (0, -1),
+        "kv_memory": (0, -1),
+        "max_model_len": (0, -5),
+        "prefill_chunk": (0, -1),
+        "max_num_seqs": (0, -1),
+        "max_num_batched_tokens": (0, -1),
+        "threads": (0, -1),
+    }.items(),
+)
+def test_impossible_options_are_refused_by_name(field, values):
+    for value in values:
+        message = refusal(EngineConfig, **{field: value})
+        if field == "kv_dtype":
+            assert "KV format" in message
+        else:
+            assert field.replace("_", "-") in message
+            assert repr(value) in message
+
+
+@pytest.mark.parametrize("field", ["num_blocks", "prefill_chunk", "kv_residual_length"])
+def test_counts_are_whole_numbers(field):
+    for value in (1.5, math.nan, "32", True):
+        assert field.replace("_", "-") in refusal(EngineConfig, **{field: value})
+
+
+def test_two_sizes_of_the_cache_are_refused():
+    message = refusal(EngineConfig, num_blocks=4, kv_memory=2**20)
+    assert all(word in message for word in ("num-blocks", "kv-memory"))
+
+
+def test_every_default_is_accepted_and_frozen():
+    config = EngineConfig()
+    for field in fields(config):
+        with pytest.raises(AttributeError):
+            setattr(config, field.name, None)
+
+
+def test_options_are_read_from_yaml(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "# comment\nkv_dtype: k8v4\nkv_memory: 1.5GiB\nmax_model_len: 4096\ndeterministic: true\nsinks: null\n"
+    )
+    expected = EngineConfig(kv_dtype="k8v4", kv_memory=3 * 2**29, max_model_len=4096, deterministic=True)
+    assert EngineConfig.from_yaml(file) == expected
+    file.write_text("")
+    assert EngineConfig.from_yaml(str(file)) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kv_type: int8", ("kv_type", "kv_dtype")),
+        ("3: int8", ("3", "kv_dtype")),
+        ("block_size: '32'", ("block-size", "'32'")),
+        ("block_size: 31", ("block-size", "31")),
+        ("max_num_seqs: true", ("max-num-seqs",)),
+        ("max_num_seqs: 1.5", ("max-num-seqs", "1.5")),
+        ("max_num_seqs: null", ("max-num-seqs",)),
+        ("max_model_len: [1]", ("max-model-len",)),
+        ("deterministic: 1", ("deterministic",)),
+        ("kv_dtype: 8", ("kv-dtype",)),
+        ("kv_memory: lots", ("lots",)),
+        ("- kv_dtype", ("key: value",)),
+        ("kv_dtype: [", ("cannot read",)),
+        ("\x00", ("cannot read",)),
+    ],
+)
+def test_a_yaml_file_that_cannot_be_used_is_refused_with_its_fault(tmp_path, text, words):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    message = refusal(EngineConfig.from_yaml, file)
+    assert all(word in message for word in (*words, file.name))
+
+
+def test_a_yaml_file_that_is_not_there_or_not_text_is_refused_by_name(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
+    for name in ("missing", "binary", "."):
+        assert str(tmp_path / name) in refusal(EngineConfig.from_yaml, tmp_path / name)
+
+
+def test_formats_follow_kv_dtype_and_auto_follows_the_model():
+    assert EngineConfig().formats(FP32) == (INT8, INT8)
+    assert EngineConfig(kv_dtype="auto").formats(FP32) == (FP32, FP32)
+    assert EngineConfig(kv_dtype="auto").formats(BF16) == (BF16, BF16)
+    assert EngineConfig(kv_dtype="K=FP8, V=int4").formats(BF16) == (FP8, INT4)
+
+
+@pytest.mark.parametrize(
+    ("config", "quantized", "expected"),
+    [
+        ({}, True, (DEFAULT_RESIDUAL_LENGTH, DEFAULT_SINKS)),
+        ({}, False, (0, 0)),
+        ({"kv_residual_length": 0}, True, (0, 0)),
+        ({"kv_residual_length": 0, "sinks": 0}, True, (0, 0)),
+        ({"kv_residual_length": 0, "sinks": 0}, False, (0, 0)),
+        ({"kv_residual_length": 7}, True, (7, DEFAULT_SINKS)),
+        ({"kv_residual_length": 7, "sinks": 0}, True, (7, 0)),
+        ({"sinks": 9}, True, (DEFAULT_RESIDUAL_LENGTH, 9)),
+    ],
+)
+def test_residual_and_sinks(config, quantized, expected):
+    assert EngineConfig(**config).residual(quantized) == expected
+
+
+def test_a_residual_that_would_do_nothing_is_refused():
+    message = refusal(EngineConfig(kv_dtype="bf16", kv_residual_length=64).residual, False)
+    assert all(word in message for word in ("kv-residual-length 64", "bf16"))
+    assert "sinks 4" in refusal(EngineConfig(kv_residual_length=0, sinks=4).residual, True)
+
+
+def test_the_advice_for_sinks_without_a_residual_can_be_followed():
+    message = refusal(EngineConfig(kv_dtype="bf16", sinks=4).residual, False)
+    assert "sinks 4" in message
+    assert "quantized" in message, "a residual, which the advice asks for, is refused for bf16"
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "max_tokens": (0, -1, 1.5, "10", None, True, math.nan, math.inf),
+        "temperature": (-1, -1e-9, math.nan, math.inf, -math.inf, "0.5", True),
+        "top_p": (0, -0.1, 1.0001, math.nan, math.inf, "1", True),
+        "top_k": (-1, 1.5, "10", True, math.nan),
+        "seed": (-1, 2**63, 1.5, "10", True),
+    }.items(),
+)
+def test_sampling_parameters_without_a_meaning_are_refused_by_name(field, values):
+    """U09, S02."""
+    for value in values:
+        message = refusal(SamplingParams, **{field: value})
+        assert field.replace("_", "-") in message
+        assert repr(value) in message
+
+
+def test_sampling_parameters_at_the_edges_are_accepted():
+    SamplingParams(max_tokens=1, temperature=0, top_p=1, top_k=0, seed=0)
+    SamplingParams(max_tokens=2**63, temperature=1e-8, top_p=1e-9, top_k=10**9, seed=2**63 - 1)
+    SamplingParams(temperature=1e9)
+    assert SamplingParams().max_tokens == DEFAULT_MAX_TOKENS
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    return LLM(str(tiny("llama", num_hidden_layers=1)), EngineConfig(max_model_len=96))
+
+
+@pytest.mark.parametrize("max_tokens", [2**31, 2**63, 10**30])
+def test_a_huge_max_tokens_ends_with_the_model_and_takes_no_blocks_ahead(llm, max_tokens):
+    """S02."""
+    request_id = llm.add_request([5] * 80, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    assert llm.stats().bytes_held == 0
+    llm.step()
+    assert [pool.blocks_used for pool in llm.stats().pools] == [3, 3]
+    tokens = 1
+    while outputs := llm.step():
+        tokens += len(outputs[0].token_ids)
+    assert outputs == []
+    assert tokens == 96 - 80
+    assert llm.stats().bytes_held == 0
+    llm.abort(request_id)
+
+
+def test_the_threads_asked_for_are_used(llm):
+    LLM(llm.model, EngineConfig(threads=2))
+    assert torch.get_num_threads() == 2
