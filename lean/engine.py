@@ -1,61 +1,31 @@
 """LLM: one model, one cache, requests in, tokens out."""
 
 import itertools
-import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from lean import memory, rotary
+from lean import rotary
 from lean.block_manager import BlockManager
 from lean.cache_groups import CacheSize, plan_cache, size_cache
 from lean.config import EngineConfig
 from lean.detokenizer import Detokenizer
-from lean.errors import EMPTY_PROMPT, ConfigError, EngineError, ModelError, RequestError, one_line
+from lean.device import cache_share, choose_device, free_bytes
+from lean.errors import ConfigError, EngineError, ModelError, RequestError
 from lean.hub import ModelSource, resolve
 from lean.kernels.ops import backend
-from lean.kernels.reference import workspace_bytes
-from lean.kv_cache import KVCache, PoolUse, pool_use
+from lean.kv_cache import CacheUse, KVCache, cache_use
 from lean.model import LoadedModel, ModelInfo, inspect_model, load_model
+from lean.prompt import encode_prompt
 from lean.quant import raw_format
 from lean.request import Request, RequestOutput, SamplingParams
 from lean.runner import LOGIT_SLICE, Runner
 from lean.sampler import sample
 from lean.scheduler import Chunk, Scheduler
-
-log = logging.getLogger("lean")
-
-
-@dataclass(frozen=True)
-class CacheUse:
-    """What the cache holds at one moment.
-
-    ``bytes_held`` is what the blocks in use really occupy, exact copies included; ``bytes_if_bf16`` is for the same
-    tokens in bf16, without blocks.
-    """
-
-    tokens_held: int
-    bytes_held: int
-    bytes_if_bf16: int
-    pools: list[PoolUse]
-
-
-def choose_device(name: str) -> torch.device:
-    """``auto`` is the first GPU, else the CPU. Raises ConfigError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("lean runs on cpu and cuda")
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return device
 
 
 class LLM:
@@ -121,7 +91,7 @@ class LLM:
         self.load_s = time.perf_counter() - started
 
     def _size(self, info: ModelInfo, device: torch.device) -> CacheSize:
-        free, share = memory.free_bytes(device), memory.cache_share(device)
+        free, share = free_bytes(device), cache_share(device)
         return size_cache(self.plan, self.config, info.max_position_embeddings, free, share)
 
     def _probe(self) -> None:
@@ -268,35 +238,8 @@ class LLM:
     # --- what people call ---
 
     def encode(self, prompt: str, *, chat: bool | None = None) -> list[int]:
-        """Prompt text to token ids.
-
-        Args:
-            chat: put the text into the model's chat template; None does where there is one.
-
-        Raises:
-            RequestError: an empty prompt, or a chat without a template.
-        """
-        tokenizer = self.model.tokenizer
-        if not prompt:
-            raise RequestError(EMPTY_PROMPT)
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError:
-            raise RequestError("the prompt is not valid text: it holds bytes that are no UTF-8") from None
-        has_template = bool(getattr(tokenizer, "chat_template", None))
-        if chat and not has_template:
-            raise RequestError("the model has no chat template: use --no-chat to complete the text as it is")
-        if has_template and chat is not False:
-            turns = [{"role": "user", "content": prompt}]
-            try:
-                text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-            except Exception as error:  # whatever the model's own template raises
-                raise RequestError(f"the chat template cannot render this: {one_line(error)}; try --no-chat") from None
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes its own BOS
-        ids = list(tokenizer(prompt)["input_ids"])
-        if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
-            log.warning("the prompt begins with %s and the tokenizer adds another one", tokenizer.bos_token)
-        return ids
+        """Prompt text to token ids; see `lean.prompt.encode_prompt`."""
+        return encode_prompt(self.model.tokenizer, prompt, chat)
 
     def _ids_of(self, prompt: str | Sequence[int], chat: bool | None) -> Sequence[int]:
         return self.encode(prompt, chat=chat) if isinstance(prompt, str) else prompt
@@ -394,21 +337,4 @@ class LLM:
 
     def stats(self) -> CacheUse:
         """What the cache holds now; `peak_use` keeps the moment with the most tokens."""
-        pools = pool_use(self.plan, self._manager)
-        bf16 = sum(
-            self._manager.tokens_kept(index) * spec.bytes_per_token_bf16
-            for index, spec in enumerate(self.plan.pools)
-            if not spec.exact
-        )
-        return CacheUse(self._manager.tokens_held(), sum(pool.bytes_held for pool in pools), bf16, pools)
-
-
-def score_workspace_bytes(llm: LLM) -> int:
-    """Memory that `LLM.score` needs beside weights, pools and activations: attention tiles and logit slices.
-
-    A slice of logits exists in the model's dtype, in float32 and once more inside the reduction.
-    """
-    widest = max(llm.model.info.layers, key=lambda layer: layer.num_q_heads * (layer.k_dim + layer.v_dim))
-    itemsize = 8 if llm.model.info.dtype is torch.float64 else 4
-    tiles = workspace_bytes(widest.num_q_heads, widest.num_kv_heads, widest.k_dim, widest.v_dim, itemsize)
-    return tiles + LOGIT_SLICE * llm.model.vocab_size * (llm.model.info.dtype.itemsize + 2 * itemsize)
+        return cache_use(self.plan, self._manager)

@@ -43,7 +43,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class PoolUse:
-    """What one pool holds at this moment; a row of ``kv.pools`` in reports."""
+    """What one pool holds at one moment; a row of ``kv.pools`` in reports. Bytes are those of its blocks in use."""
 
     layers: list[int]
     format: str
@@ -56,9 +56,23 @@ class PoolUse:
     bytes_held: int
 
 
-def pool_use(plan: CachePlan, manager: BlockManager) -> list[PoolUse]:
-    """Occupancy of every pool: ``bytes_held`` is what its blocks in use really take."""
-    return [
+@dataclass(frozen=True)
+class CacheUse:
+    """What the cache holds at one moment.
+
+    ``bytes_held`` is what the blocks in use really occupy, exact copies included; ``bytes_if_bf16`` is for the same
+    tokens in bf16, without blocks.
+    """
+
+    tokens_held: int
+    bytes_held: int
+    bytes_if_bf16: int
+    pools: list[PoolUse]
+
+
+def cache_use(plan: CachePlan, manager: BlockManager) -> CacheUse:
+    """Occupancy of all pools at this moment."""
+    pools = [
         PoolUse(
             list(spec.layers),
             spec.name,
@@ -72,3 +86,9 @@ def pool_use(plan: CachePlan, manager: BlockManager) -> list[PoolUse]:
         )
         for spec, pool in zip(plan.pools, manager.pools)
     ]
+    bf16 = sum(
+        manager.tokens_kept(index) * spec.bytes_per_token_bf16
+        for index, spec in enumerate(plan.pools)
+        if not spec.exact
+    )
+    return CacheUse(manager.tokens_held(), sum(pool.bytes_held for pool in pools), bf16, pools)

@@ -247,3 +247,17 @@ def test_values_beyond_448_are_not_clipped_by_fp8(engine, tiny):
     projection.register_forward_hook(lambda module, args, out: out.clamp(-448, 448))
     clipped = exact.score(PROMPT)
     assert (found - wanted).abs().mean() < (clipped - wanted).abs().mean() / 4
+
+
+def test_a_step_that_failed_is_taken_back_and_can_be_run_again(engine, monkeypatch):
+    llm = engine(deterministic=True)
+    (whole,) = llm.generate([PROMPT], ask())
+    llm.add_request(PROMPT, ask())
+    llm.step()
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="out of memory"):
+        broken.setattr(llm._runner, "run", lambda chunks: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        llm.step()
+    parts = []
+    while llm.has_work:
+        parts += llm.step()
+    assert [token for part in parts for token in part.token_ids] == whole.token_ids

@@ -125,7 +125,7 @@ MEASURE = """
     from pathlib import Path
     import torch
     from lean import LLM, EngineConfig
-    from lean.engine import score_workspace_bytes
+    from lean.report import score_workspace_bytes
     from lean.eval.corpus import python_docs
     from lean.pull import pull
 

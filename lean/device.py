@@ -1,12 +1,28 @@
-"""How much memory a device can still give."""
+"""The device lean runs on, and how much memory it can still give."""
 
 import os
 from pathlib import Path
 
 import torch
 
+from lean.errors import ConfigError
+
 GPU_SHARE = 0.9
 CPU_SHARE = 0.25
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is the first GPU, else the CPU. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("lean runs on cpu and cuda")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
 
 
 def _cgroup_free() -> int | None:
