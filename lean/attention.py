@@ -67,9 +67,13 @@ def lean_attention(
     """
     layer = kv_cache.layers[module.layer_idx]  # type: ignore[index]
     group = layer.group
-    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
-    if unknown or kwargs.get("is_causal") is False or dropout:
-        raise ModelError(f"attention argument not supported: {', '.join(unknown) or 'is_causal=False or dropout'}")
+    unknown = [name for name in kwargs if kwargs[name] is not None and name not in _HARMLESS]
+    if kwargs.get("is_causal") is False:
+        unknown.append("is_causal=False")
+    if dropout:
+        unknown.append("dropout")
+    if unknown:
+        raise ModelError(f"its attention takes {', '.join(unknown)}, which lean does not compute")
     if (sliding_window or 0) != group.window:
         raise ModelError(f"layer {module.layer_idx} asks for window {sliding_window}, the cache has {group.window}")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))

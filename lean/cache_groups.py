@@ -92,9 +92,6 @@ class CachePlan:
     num_exact_sinks: int
     notes: tuple[str, ...] = ()
 
-    def group_of(self, layer: int) -> CacheGroup:
-        return next(group for group in self.groups if layer in group.layers)
-
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in the pools that hold the cache proper (exact copies left out), all layers."""

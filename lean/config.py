@@ -56,7 +56,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens of all sequences in one step.
         dtype: dtype of weights and activations; ``auto`` is the checkpoint's.
         device: ``auto`` is the first GPU, else the CPU.
-        threads: CPU threads; torch's own choice.
+        threads: CPU threads of this process; torch's own choice.
         deterministic: linear layers and expert products in fixed row tiles, so that chunking and company do not change
             a single bit.
         trust_remote_code: let transformers run code that lies in the model's folder.

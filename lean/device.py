@@ -30,6 +30,9 @@ def _cgroup_free() -> int | None:
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                used -= int(line.split()[1])  # page cache, e.g. of the weights just read: given back when needed
     except (OSError, ValueError):
         return None
     return None if limit == "max" else max(0, int(limit) - used)

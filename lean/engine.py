@@ -15,10 +15,10 @@ from lean.cache_groups import CacheSize, plan_cache, size_cache
 from lean.config import EngineConfig
 from lean.detokenizer import Detokenizer
 from lean.device import cache_share, choose_device, free_bytes
-from lean.errors import ConfigError, EngineError, ModelError, RequestError
+from lean.errors import ConfigError, EngineError, ModelError, RequestError, one_line
 from lean.hub import ModelSource, resolve
 from lean.kernels.ops import backend
-from lean.kv_cache import CacheUse, KVCache, cache_use
+from lean.kv_cache import CacheUse, CountedLayers, KVCache, cache_use
 from lean.model import LoadedModel, ModelInfo, inspect_model, load_model
 from lean.prompt import encode_prompt
 from lean.quant import raw_format
@@ -71,7 +71,7 @@ class LLM:
             model = load_model(info, device, config.deterministic)
         self.model = model
         self.size = self._size(info, device)
-        self.notes = list(self.plan.notes)
+        self.notes = [*info.notes, *self.plan.notes]
         wanted = config.max_model_len or info.max_position_embeddings
         if self.size.max_model_len < wanted:
             self.notes.append(f"max-model-len lowered from {wanted} to {self.size.max_model_len}: that is what fits")
@@ -95,15 +95,28 @@ class LLM:
         return size_cache(self.plan, self.config, info.max_position_embeddings, free, share)
 
     def _probe(self) -> None:
-        """Run one token, so that a model that does not fit fails here and not in somebody's request."""
-        probe = Request(next(self._ids), [0], SamplingParams())
+        """Run two tokens, so that a model that does not fit fails here and not in somebody's request.
+
+        Every layer must come to lean's attention exactly once: a second call would overwrite the K/V of the first.
+        """
+        probe = Request(next(self._ids), [0, 0], SamplingParams())
+        name, layers = self.model.info.source.name, self.cache.layers
+        calls = self.cache.layers = CountedLayers(layers)
         try:
-            self._manager.append(probe.id, 1)
-            self._runner.logits(self._runner.run([Chunk(probe, 0, 1, True)]))
+            self._manager.append(probe.id, 2)
+            self._runner.logits(self._runner.run([Chunk(probe, 0, 2, True)]))
         except ModelError as error:
-            raise ModelError(f"{self.model.info.source.name}: {error}") from None
+            raise ModelError(f"{name}: {error}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ModelError(f"{name}: cannot run on lean's cache: {one_line(error)}") from error
         finally:
+            self.cache.layers = layers
             self._manager.free(probe.id)
+        for layer in layers:
+            if calls.count[layer] != 1:
+                raise ModelError(f"{name}: layer {layer} attends {calls.count[layer]} times a step, lean serves once")
 
     # --- the seam for servers and evaluation ---
 
@@ -159,9 +172,8 @@ class LLM:
             for chunk in chunks:
                 self._scheduler.take_back(chunk)
             raise
-        use = self.stats()
-        if use.tokens_held >= self.peak_use.tokens_held:
-            self.peak_use = use
+        if self._manager.tokens_held() >= self.peak_use.tokens_held:
+            self.peak_use = self.stats()
         for output in self._kept(chunks, hidden) + self._drawn(chunks, hidden):
             self._inbox.get(output.request_id, self._outbox).append(output)
         for chunk in chunks:

@@ -1,5 +1,6 @@
 """The cache's tensors: one uint8 arena per pool, block-major, and the metadata that a step's attention reads."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,18 @@ class LayerCache:
     group: CacheGroup
     pool: LayerPool
     exact: LayerPool | None
+
+
+class CountedLayers(dict[int, LayerCache]):
+    """Layers by index that count how often each is looked up."""
+
+    def __init__(self, layers: dict[int, LayerCache]) -> None:
+        super().__init__(layers)
+        self.count: Counter[int] = Counter()
+
+    def __getitem__(self, layer: int) -> LayerCache:
+        self.count[layer] += 1
+        return super().__getitem__(layer)
 
 
 class KVCache:

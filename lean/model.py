@@ -14,10 +14,12 @@ from transformers.utils import logging as hf_logging
 
 from lean import attention
 from lean.cache_groups import LayerShape
-from lean.checkpoint import check_checkpoint
-from lean.errors import ModelError, one_line
+from lean.checkpoint import check_checkpoint, read_header
+from lean.errors import ModelError, RequestError, one_line
 from lean.gguf import load_gguf_tokenizer
 from lean.hub import ModelSource
+from lean.quant.codecs import RAW_DTYPES
+from lean.request import SamplingParams
 
 log = logging.getLogger("lean")
 T = TypeVar("T")
@@ -32,6 +34,7 @@ class ModelInfo:
         layers: its attention layers, by layer index.
         dtype: of the weights and activations.
         parameters: number of parameters, tied ones counted once.
+        notes: lines the user should see.
     """
 
     source: ModelSource
@@ -40,6 +43,7 @@ class ModelInfo:
     dtype: torch.dtype
     parameters: int
     trust_remote_code: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -47,7 +51,11 @@ class ModelInfo:
 
     @property
     def max_position_embeddings(self) -> int:
-        return int(getattr(self.config, "max_position_embeddings", None) or 2**31)
+        """Positions the model is made for; dynamic NTK stretches them by its factor, and 2^31 stands for no limit."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        stretch = rope.get("factor", 1) if rope.get("rope_type") == "dynamic" else 1
+        return 2**31 if limit is None else int(limit * stretch)
 
 
 def _hub_arguments(source: ModelSource) -> dict[str, Any]:
@@ -64,13 +72,18 @@ def _attempt(what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         raise ModelError(f"{what}: {one_line(error, 300)}") from error
 
 
-def resolve_dtype(name: str, config: Any) -> torch.dtype:
-    """``auto`` is the checkpoint's dtype; bfloat16 where it does not say (a GGUF file)."""
+def resolve_dtype(name: str, config: Any, source: ModelSource) -> torch.dtype:
+    """``auto`` is the checkpoint's dtype: what config.json says, else that of its tensors; bfloat16 for a GGUF file."""
     if name != "auto":
         return getattr(torch, name)
     dtype = getattr(config, "dtype", None)
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.bfloat16
+    if dtype is None and source.gguf_file is None:
+        file = min(source.folder.glob("*.safetensors"))
+        kinds = {entry["dtype"] for entry in read_header(file).values()}
+        known = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+        dtype = next((known[kind] for kind in known if kind in kinds), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype in RAW_DTYPES.values() else torch.bfloat16
 
 
 def refuse_by_config(config: Any, name: str) -> None:
@@ -115,7 +128,7 @@ def _attention_layers(skeleton: torch.nn.Module, config: Any, name: str) -> tupl
     if sorted(modules) != list(range(config.num_hidden_layers)):
         raise ModelError(
             f"{name} ({config.model_type}): found attention in {len(modules)} of {config.num_hidden_layers} layers; "
-            "linear-attention and state-space layers are not supported by lean"
+            "other layers (linear attention, state space, loops) are not supported by lean"
         )
     shapes = []
     for _, module in sorted(modules.items()):
@@ -126,7 +139,8 @@ def _attention_layers(skeleton: torch.nn.Module, config: Any, name: str) -> tupl
         dim = int(getattr(module, "head_dim", None) or config.hidden_size // heads)
         # The value that the module will pass to its attention function; the first step verifies it.
         window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
-        shapes.append(LayerShape(heads, kv_heads, dim, dim, int(window or 0)))  # type: ignore[arg-type]
+        v_dim = int(getattr(module, "v_head_dim", None) or dim)
+        shapes.append(LayerShape(heads, kv_heads, dim, v_dim, int(window or 0)))  # type: ignore[arg-type]
     return tuple(shapes)
 
 
@@ -149,6 +163,8 @@ def inspect_model(source: ModelSource, dtype: str = "auto", trust_remote_code: b
     config = full.get_text_config()
     refuse_by_config(full, source.name)
     refuse_by_config(config, source.name)
+    if config is not full:
+        raise ModelError(f"{source.name} ({full.model_type}): multimodal checkpoints are not supported by lean")
     with torch.device("meta"):
         skeleton = _attempt(
             f"cannot build {source.name}",
@@ -157,14 +173,26 @@ def inspect_model(source: ModelSource, dtype: str = "auto", trust_remote_code: b
             trust_remote_code=trust_remote_code,
         )
     parameters = sum(p.numel() for p in skeleton.parameters())
-    return ModelInfo(
-        source,
-        config,
-        _attention_layers(skeleton, config, source.name),
-        resolve_dtype(dtype, config),
-        parameters,
-        trust_remote_code,
-    )
+    layers = _attention_layers(skeleton, config, source.name)
+    chosen = resolve_dtype(dtype, config, source)
+    notes = _notes(source, config, chosen)
+    info = ModelInfo(source, config, layers, chosen, parameters, trust_remote_code, notes)
+    if info.max_position_embeddings < 1:
+        raise ModelError(f"{source.name}: config.json has max_position_embeddings {config.max_position_embeddings}")
+    return info
+
+
+def _notes(source: ModelSource, config: Any, dtype: torch.dtype) -> tuple[str, ...]:
+    """What would go wrong without a word."""
+    notes = []
+    if dtype is torch.float16 and config.model_type.startswith("gemma"):
+        notes.append("Gemma's activations can overflow float16: --dtype bfloat16 or float32 is safe")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if source.gguf_file is None and "rope_theta" in rope:
+        raw = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
+        if not any(key in raw for key in ("rope_parameters", "rope_theta", "rope_scaling")):
+            notes.append(f"config.json names no rope_theta: transformers' default {rope['rope_theta']:g} is used")
+    return tuple(notes)
 
 
 class _DecoderResult:
@@ -232,16 +260,23 @@ def _generation_defaults(source: ModelSource) -> tuple[set[int], dict[str, Any]]
     if source.gguf_file is not None or not path.is_file():
         return set(), {}
     raw = _attempt(f"cannot read {path}", json.loads, path.read_text(encoding="utf-8"))
-    eos = raw.get("eos_token_id")
     defaults = {}
     if raw.get("do_sample"):
         defaults = {key: raw[key] for key in ("temperature", "top_p", "top_k") if raw.get(key) is not None}
         defaults.setdefault("temperature", 1.0)
-    return _ids(eos), defaults
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise ModelError(f"{path}: {error}") from None
+    return _ids(raw.get("eos_token_id"), str(path)), defaults
 
 
-def _ids(value: Any) -> set[int]:
-    return set() if value is None else {value} if isinstance(value, int) else set(value)
+def _ids(value: Any, where: str) -> set[int]:
+    """An end-of-sequence entry: nothing, one id, or a list of them."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(token) is not int for token in ids):
+        raise ModelError(f"{where}: eos_token_id {value!r} must be a token id or a list of them")
+    return set(ids)
 
 
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
@@ -278,8 +313,9 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
         arguments = {"gguf_file": source.gguf_file, "quantization_config": transformers.GgufConfig(dequantize=True)}
     else:
         arguments["use_safetensors"] = True
-    if deterministic:
-        arguments["experts_implementation"] = "eager"  # one plain product per expert, which row tiles can cut
+    if deterministic or info.dtype is torch.float64:
+        # One plain product per expert, which row tiles can cut; grouped products take no float64.
+        arguments["experts_implementation"] = "eager"
     module, report = _attempt(
         f"cannot load {source.name}",
         _from_pretrained_without_bar,
@@ -303,6 +339,7 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
     if report["unexpected_keys"]:
         log.warning("%s: tensors not used: %s", source.name, _list_names(report["unexpected_keys"]))
     eos, generation = _generation_defaults(source)
-    eos |= _ids(getattr(info.config, "eos_token_id", None)) | _ids(tokenizer.eos_token_id)
+    eos |= _ids(getattr(info.config, "eos_token_id", None), "config.json")
+    eos |= _ids(tokenizer.eos_token_id, "the tokenizer")
     module = module.to(device).eval().requires_grad_(False)
     return LoadedModel(info, module, tokenizer, frozenset(eos), generation)

@@ -2,10 +2,12 @@
 
 A BLAS picks another kernel for another number of rows and may add in another order. Here every product of activations
 with a weight is cut into tiles of ROW_TILE rows, the last one padded, and each tile is one product of the same shape.
-SiLU and sigmoid are composed of exp, add and divide: torch's fused ones round the end of a vector differently from its
-middle, so a row's bits would depend on how threads share the tensor.
+Activations are composed of exp, tanh, erf and arithmetic: torch's fused ones round the end of a vector differently from
+its middle, so a row's bits would depend on its place in the tensor and on how threads share it.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,51 +16,58 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lean.errors import ModelError
 
 ROW_TILE = 16
+WAY_OUT = "load the model with --deterministic, or leave that out"
 _aten = torch.ops.aten
-# Products that are no single [rows, k] x [k, n], and so cannot be tiled by rows.
+
+
+def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    if approximate == "tanh":
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+_COMPOSED: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.silu.default: lambda x: x / (1 + torch.exp(-x)),
+    _aten.sigmoid.default: lambda x: 1 / (1 + torch.exp(-x)),
+    _aten.gelu.default: _gelu,
+}
+# Products that come as no single [rows, k] x [k, n], and activations without a composition above.
 _REFUSED = {
-    _aten.baddbmm.default, _aten.addmv.default, _aten.mv.default, _aten.dot.default, _aten.addbmm.default,
-    _aten.convolution.default, _aten._grouped_mm.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default, _aten._scaled_dot_product_efficient_attention.default,
+    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.convolution,
+    _aten._grouped_mm, _aten._scaled_mm, _aten._int_mm, _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_flash_attention,
+    _aten.softplus, _aten.mish,
 }  # fmt: skip
 
 
-def row_tiled_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [rows, k] times b [k, n] in tiles of ROW_TILE rows."""
+def row_tiled_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a [rows, k] times b [k, n], plus bias [n], in tiles of ROW_TILE rows."""
     rows = a.shape[0]
-    a = torch.nn.functional.pad(a, (0, 0, 0, -rows % ROW_TILE))
-    return torch.cat([torch.mm(tile, b) for tile in a.split(ROW_TILE)])[:rows]
+    tiles = torch.nn.functional.pad(a, (0, 0, 0, -rows % ROW_TILE)).split(ROW_TILE)
+    return torch.cat([torch.mm(tile, b) if bias is None else torch.addmm(bias, tile, b) for tile in tiles])[:rows]
 
 
 class RowTiledProducts(TorchDispatchMode):
-    """While active, products run row by row tile; products that cannot be tiled raise ModelError."""
+    """While active, products run row tile by row tile; what cannot be tiled raises ModelError."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten.mm.default:
             return row_tiled_mm(*args)
-        if func is _aten.addmm.default:
-            bias, a, b = args
-            return row_tiled_mm(a, b) + bias
+        if func is _aten.addmm.default and not kwargs and args[0].dim() == 1:
+            return row_tiled_mm(args[1], args[2], args[0])
         if func is _aten.linear.default:
             x, weight, *bias = args
-            out = row_tiled_mm(x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
-            return out + bias[0] if bias and bias[0] is not None else out
-        if func is _aten.bmm.default:
-            a, b = args
-            if a.shape[0] != 1:
-                raise ModelError(
-                    f"deterministic mode cannot tile a product of shapes {list(a.shape)} x {list(b.shape)}"
-                )
-            return row_tiled_mm(a[0], b[0])[None]
-        if func in (_aten.silu.default, _aten.sigmoid.default):
-            x = args[0]
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            top = wide if func is _aten.silu.default else torch.ones((), dtype=wide.dtype, device=x.device)
-            return (top / (1 + torch.exp(-wide))).to(x.dtype)
+            return row_tiled_mm(x.flatten(0, -2), weight.t(), *bias).unflatten(0, x.shape[:-1])
+        if func is _aten.bmm.default and args[0].shape[0] == 1:
+            return row_tiled_mm(args[0][0], args[1][0])[None]
+        if func in _COMPOSED:
+            wide = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
+            return _COMPOSED[func](wide, *args[1:], **kwargs).to(args[0].dtype)
         if func in (_aten.matmul.default, _aten.einsum.default):
             with self:
                 return func.decompose(*args, **kwargs)
-        if func in _REFUSED:
-            raise ModelError(f"deterministic mode: the model uses {func.name()}, whose rows lean cannot keep apart")
+        if func.overloadpacket in _REFUSED:
+            shapes = " x ".join(str(list(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
+            raise ModelError(f"deterministic mode cannot keep the rows of {func.name()} ({shapes}) apart: {WAY_OUT}")
         return func(*args, **kwargs)

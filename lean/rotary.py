@@ -83,19 +83,30 @@ def install(model: torch.nn.Module, max_model_len: int, name: str = "model") -> 
     notes = []
     for module in rotary_modules(model):
         tables = {kind: frequencies(module, kind, max_model_len) for kind in layer_types(module)}
+        notes += [
+            _regime(module, kind, max_model_len) for kind in tables if _rope_type(module, kind) in _LENGTH_DEPENDENT
+        ]
         installed = getattr(module, "lean_tables", None)
         if installed is not None:
-            if any(not torch.equal(tables[kind][0], installed[kind][0]) for kind in tables):
+            same = [torch.equal(t[0], installed[kind][0]) and t[1] == installed[kind][1] for kind, t in tables.items()]
+            if not all(same):
                 raise ConfigError(f"{name}: its rotary frequencies were fixed for another max-model-len, load it again")
             continue
-        for kind in tables:
-            rope_type = _rope_type(module, kind)
-            if rope_type in _LENGTH_DEPENDENT:
-                notes.append(f"{rope_type} rotary frequencies fixed for max-model-len {max_model_len}")
         spreads = {kind: _layout(module, kind, name) for kind in tables}
         module.lean_tables = tables  # type: ignore[assignment]
         module.forward = _forward(tables, spreads)  # type: ignore[assignment]
     return notes
+
+
+def _regime(module: torch.nn.Module, layer_type: str | None, max_model_len: int) -> str:
+    """What was fixed, for the user."""
+    rope_type = _rope_type(module, layer_type)
+    factors = ""
+    if rope_type == "longrope":
+        parameters: dict = module.config.rope_parameters  # type: ignore[assignment, union-attr]
+        original = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+        factors = "long factors " if max_model_len > original else "short factors "
+    return f"{rope_type} rotary frequencies: {factors}fixed for max-model-len {max_model_len}"
 
 
 def _forward(tables: dict, spreads: dict) -> Callable:

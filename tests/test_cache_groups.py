@@ -21,6 +21,10 @@ SMOLLM2 = (LayerShape(9, 3, 64, 64),) * 30
 GEMMA = tuple(LayerShape(4, 1, 256, 256, window) for window in [512] * 5 + [0] + [512] * 5 + [0])
 
 
+def group_of(plan, layer):
+    return next(group for group in plan.groups if layer in group.layers)
+
+
 def plan(layers=SMOLLM2, dtype=BF16, **config):
     return plan_cache(layers, EngineConfig(**config), dtype)
 
@@ -34,7 +38,7 @@ def test_layers_are_grouped_by_window():
     p = plan(GEMMA)
     assert [group.window for group in p.groups] == [0, 512]
     assert [group.layers for group in p.groups] == [(5, 11), (0, 1, 2, 3, 4, 6, 7, 8, 9, 10)]
-    assert all(layer in p.group_of(layer).layers for layer in range(12))
+    assert all(layer in group_of(p, layer).layers for layer in range(12))
     for group in p.groups:
         assert p.pools[group.pool].layers == p.pools[group.exact_pool].layers == group.layers
     assert sorted(i for group in p.groups for i in (group.pool, group.exact_pool)) == list(range(len(p.pools)))
@@ -71,12 +75,12 @@ def test_a_window_within_the_residual_runs_exact_and_says_so():
     p = plan(layers, FP32)
     (note,) = p.notes
     assert all(word in note for word in ("64", "fp32", "residual"))
-    exact = p.group_of(0)
+    exact = group_of(p, 0)
     assert (exact.residual_length, exact.exact_pool) == (0, None)
     assert {fmt for layout in p.pools[exact.pool].layouts for fmt in (layout.k_format, layout.v_format)} == {FP32}
     assert not p.pools[exact.pool].exact
     for layer in (1, 2):
-        pool = p.pools[p.group_of(layer).pool]
+        pool = p.pools[group_of(p, layer).pool]
         assert (pool.layouts[0].k_format, pool.layouts[0].v_format) == (INT8, INT8)
 
 
