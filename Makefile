@@ -6,16 +6,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL ?= smollm2-135m
 PROMPT ?= Explain in two sentences why the sky is blue.
 
+.NOTPARALLEL:
 .PHONY: demo test test-slow lint bench fidelity clean
 
 demo: .venv/.installed
 	$(BIN)/lean run $(MODEL) "$(PROMPT)"
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -P -m pytest
 
 test-slow: .venv/.installed-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -P -m pytest -m slow
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check
@@ -23,21 +24,23 @@ lint: .venv/.installed-dev
 	$(BIN)/mypy
 
 bench: .venv/.installed
-	$(BIN)/python -m lean.eval.bench $(MODEL)
+	$(BIN)/python -P -m lean.eval.bench $(MODEL)
 
 fidelity: .venv/.installed
-	$(BIN)/python -m lean.eval.fidelity $(MODEL)
+	$(BIN)/python -P -m lean.eval.fidelity $(MODEL)
 
 clean:
 	rm -rf .venv build dist *.egg-info
 
-# A torch that $(PYTHON) has already serves; otherwise the tested release is installed: with an NVIDIA driver exactly the
-# index's own build (===), without one a CPU build where an index or a local folder offers it.
+# A torch that $(PYTHON) has already serves; otherwise the tested release is installed: on a machine with an NVIDIA
+# driver the default (CUDA) build, which === asks for, elsewhere a CPU build where pip is pointed at one.
+HAS_TORCH := import torch; raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
+
 .venv/.torch:
-	@$(PYTHON) -c 'import sys; sys.exit("lean needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
-	@if $(PYTHON) -c 'import torch; sys_ok = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11); raise SystemExit(not sys_ok)' 2>/dev/null; \
-	then echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages .venv; \
-	else echo "installing torch $(TORCH)"; $(PYTHON) -m venv .venv; \
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit("lean needs Python 3.11 or newer, $(PYTHON) is " + v if sys.version_info < (3, 11) else 0)'
+	@set -e; $(PYTHON) -m venv --clear --system-site-packages .venv; \
+	if $(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null; then echo "using the torch of $(PYTHON)"; else \
+	  echo "installing torch $(TORCH) into .venv (this can take minutes)"; $(PYTHON) -m venv --clear .venv; \
 	  if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) "torch===$(TORCH)"; else $(PIP) "torch==$(TORCH)"; fi; fi
 	@touch $@
 

@@ -14,6 +14,7 @@ import transformers
 
 from lean.config import DEFAULT_MODEL, EngineConfig
 from lean.engine import LLM
+from lean.errors import ConfigError, run_main
 from lean.eval.corpus import python_docs
 from lean.hub import resolve
 from lean.request import SamplingParams
@@ -30,15 +31,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lean.eval.bench", description=main.__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--kv-dtype", default="int8")
-    parser.add_argument("--context", type=int, nargs="*", default=[128, 1024, 4096], help="prompt tokens")
+    parser.add_argument("--context", type=int, nargs="*", default=[128, 1024, 2048], help="prompt tokens")
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     source = resolve(args.model)
+    if source.gguf_file is not None:
+        raise ConfigError("the comparison loads the model with transformers too: pass a checkpoint folder")
     llm = LLM(source, EngineConfig(kv_dtype=args.kv_dtype, max_num_seqs=1))
     peer = transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=llm.model.info.dtype).eval()
     peer.to(llm.model.device)
     tokens = llm.model.tokenizer(python_docs()[: 8 * max(args.context)])["input_ids"]
+    if len(tokens) < max(args.context):
+        raise ConfigError(f"the text has {len(tokens)} tokens only: lower --context")
 
     def ours(ids: list[int], count: int) -> None:
         llm.generate([ids], SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0))
@@ -49,7 +54,7 @@ def main() -> None:
         peer.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
 
     print(f"{args.model}, {llm.model.info.dtype}, KV {args.kv_dtype}, {torch.get_num_threads()} threads, {llm.kernels}")
-    print("tokens/s: lean, transformers (bf16 cache), ratio; medians of", args.repeats)
+    print("tokens/s: lean, transformers, ratio; medians of", args.repeats)
     for context in args.context:
         ids = tokens[:context]
         times: dict[tuple[str, int], list[float]] = {}
@@ -71,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

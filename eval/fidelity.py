@@ -2,13 +2,16 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from lean.cache_groups import plan_cache
 from lean.config import DEFAULT_MODEL, EngineConfig
 from lean.engine import LLM
+from lean.errors import run_main
 from lean.eval.corpus import python_docs, text_hash
+from lean.quant.formats import BF16
 from lean.runner import LOGIT_SLICE
 
 
@@ -67,6 +70,7 @@ def compare(reference: LLM, candidate: LLM, token_ids: Sequence[int]) -> Fidelit
 
 
 ROWS = ("int8:0", "fp8:0", "k8v4:0", "int4:0", "int8", "fp8", "k8v4", "int4")
+FLOOR_CHUNK = 128
 
 
 def main() -> None:
@@ -75,27 +79,41 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="float32", help="of weights and activations (default: %(default)s)")
-    parser.add_argument("formats", nargs="*", metavar="FORMAT[:R]", help=f"kv-dtype[:residual] ({' '.join(ROWS)})")
+    parser.add_argument(
+        "--formats", nargs="+", default=ROWS, metavar="FORMAT[:R]", help="kv-dtype[:residual] (default: %(default)s)"
+    )
     args = parser.parse_args()
-    reference = LLM(args.model, EngineConfig(kv_dtype="auto", dtype=args.dtype, max_num_seqs=1), progress=True)
+    exact = EngineConfig(kv_dtype="auto", dtype=args.dtype, max_num_seqs=1)
+    reference = LLM(args.model, exact, progress=True)
     text = python_docs()
-    ids = reference.model.tokenizer(text[: args.tokens * 8])["input_ids"][: args.tokens]
-    bf16 = reference.plan.bytes_per_token_bf16
-    print(f"{args.model}, {args.dtype}, {len(ids)} tokens of python-docs (sha256 {text_hash(text)[:16]}), chunk 512")
-    print(f"{'format':8} {'R':>3} {'vs bf16':>8} {'held':>6} {'ppl':>8} {'mean KLD':>18} {'p99.9':>8} {'top-1':>6}")
-    for row in ("auto", *(args.formats or ROWS)):
-        kv_dtype, _, residual = row.partition(":")
-        config = EngineConfig(kv_dtype=kv_dtype, kv_residual_length=int(residual) if residual else None, max_num_seqs=1)
-        candidate = LLM(reference.model, config)
-        result = compare(reference, candidate, ids)
-        use = candidate.peak_use
+    ids = reference.model.tokenizer(text[: args.tokens * 8], add_special_tokens=False)["input_ids"][: args.tokens]
+    print(
+        f"{args.model}, {args.dtype}, {len(ids)} tokens of python-docs (sha256 {text_hash(text)[:16]}), no BOS added,"
+    )
+    print(
+        f"chunk {exact.prefill_chunk}; sizes against bf16, per token and with blocks and residual at {len(ids)} tokens"
+    )
+    print(f"{'format':11} {'R':>3} {'token':>6} {'held':>6} {'ppl':>8} {'mean KLD':>20} {'p99.9':>8} {'top-1':>6}")
+
+    def row(name: str, config: EngineConfig) -> None:
+        engine = LLM(reference.model, config)
+        result = compare(reference, engine, ids)
+        # Exact copies are stored in the model's dtype; sizes are told for a bf16 model.
+        plan = plan_cache(reference.model.info.layers, config, BF16)
+        token = plan.bytes_per_token_bf16 / plan.bytes_per_token
+        held = plan.bytes_at_bf16(count) / plan.bytes_at(count)
         print(
-            f"{kv_dtype:8} {candidate.plan.residual_length:3} {bf16 / candidate.plan.bytes_per_token:7.2f}x "
-            f"{use.bytes_if_bf16 / use.bytes_held:5.2f}x {result.perplexity:8.3f} "
+            f"{name:11} {plan.residual_length:3} {token:5.2f}x {held:5.2f}x {result.perplexity:8.3f} "
             f"{result.mean_kld:10.6f} ±{result.stderr_kld:.6f} {result.p999_kld:8.4f} {result.top1:6.3f}",
             flush=True,
         )
 
+    # The floor: the exact cache at another chunk, which differs by rounding alone.
+    row(f"exact/{FLOOR_CHUNK}", replace(exact, dtype="auto", prefill_chunk=FLOOR_CHUNK))
+    for spec in args.formats:
+        kv_dtype, _, residual = spec.partition(":")
+        row(kv_dtype, EngineConfig(kv_dtype, kv_residual_length=int(residual) if residual else None, max_num_seqs=1))
+
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

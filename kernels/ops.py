@@ -138,7 +138,8 @@ def paged_attention(
     """Causal attention of packed query rows over the paged cache; their own K/V must be written already.
 
     The row at position i of a sequence sees keys j <= i with i - j < window (all with window 0) or j < num_sink_tokens.
-    With a residual it reads keys with i - j < residual_length or j < num_exact_sinks from the exact pool.
+    With a residual it reads keys with i - j < residual_length or j < num_exact_sinks from the exact pool: sink tokens
+    (visible beyond the window) and exact sinks (read exact while visible) are two rules, and sink_logits a third thing.
 
     Args:
         query: [num_tokens, num_q_heads, k_dim], after RoPE; query head h uses KV head h // group.

@@ -177,12 +177,13 @@ def _most_blocks_spanned(num_tokens: int, block_size: int) -> int:
 def _bounded_blocks(pool: PoolSpec, config: EngineConfig, max_model_len: int) -> int:
     """Most blocks that ``max_num_seqs`` sequences can hold at once in a pool with a window, new tokens included.
 
-    A sequence that adds q tokens holds its window - 1 + q last tokens. A step adds max_num_batched_tokens in all; cut
-    over the sequences they start at most one more block each.
+    A sequence that adds q tokens holds its window - 1 + q last tokens. What a step adds in all, cut over the sequences,
+    starts at most one more block each.
     """
     size = config.block_size
     kept = pool.most_blocks(max_model_len, size)
-    total = config.max_num_seqs * (kept + 1) + -(-config.max_num_batched_tokens // size)
+    step = min(config.max_num_batched_tokens, config.max_num_seqs * config.prefill_chunk)
+    total = config.max_num_seqs * (kept + 1) + -(-step // size)
     return min(total, config.max_num_seqs * -(-max_model_len // size))
 
 
@@ -214,7 +215,7 @@ def size_cache(
         raise ConfigError(f"max-model-len {wanted} exceeds the {model_max_len} positions of this model")
     budget = int(free_bytes * share) if config.kv_memory is None else config.kv_memory
     if budget > free_bytes:
-        raise ConfigError(f"kv-memory {_mib(budget)} exceeds the {_mib(free_bytes)} that are free: lower --kv-memory")
+        raise ConfigError(f"kv-memory {mib(budget)} exceeds the {mib(free_bytes)} that are free: lower --kv-memory")
     max_model_len = wanted or model_max_len
     size = plan.block_size
     # One block more than usable in every pool: the null block.
@@ -224,7 +225,7 @@ def size_cache(
     least = bounded_bytes + 2 * row_bytes
     if config.num_blocks is None and least > budget:
         raise ConfigError(
-            f"the KV cache needs at least {_mib(least)} with blocks of {size} tokens, {_mib(budget)} are given: "
+            f"the KV cache needs at least {mib(least)} with blocks of {size} tokens, {mib(budget)} are given: "
             "raise --kv-memory, or lower --prefill-chunk or --kv-residual-length"
         )
     blocks = 0
@@ -237,14 +238,14 @@ def size_cache(
             blocks = min(blocks, config.max_num_seqs * needed)
         if bounded_bytes + (blocks + 1) * row_bytes > free_bytes:
             raise ConfigError(
-                f"{blocks} blocks take {_mib(bounded_bytes + (blocks + 1) * row_bytes)}, "
-                f"{_mib(free_bytes)} are free: lower --num-blocks"
+                f"{blocks} blocks take {mib(bounded_bytes + (blocks + 1) * row_bytes)}, "
+                f"{mib(free_bytes)} are free: lower --num-blocks"
             )
         if blocks < needed:
             if wanted is not None:
                 raise ConfigError(
                     f"max-model-len {wanted} needs {needed} blocks of {size} tokens "
-                    f"({_mib(bounded_bytes + (needed + 1) * row_bytes)}), only {blocks} fit: "
+                    f"({mib(bounded_bytes + (needed + 1) * row_bytes)}), only {blocks} fit: "
                     "raise --kv-memory or --num-blocks, or lower --max-model-len"
                 )
             max_model_len = blocks * size
@@ -256,5 +257,6 @@ def size_cache(
     return CacheSize(rules, tokens, max_model_len, nbytes)
 
 
-def _mib(nbytes: int) -> str:
+def mib(nbytes: int) -> str:
+    """A number of bytes for people."""
     return f"{nbytes / 2**20:,.1f} MiB"

@@ -85,6 +85,9 @@ def _check_routes(config: dict[str, Any], listed: set[str]) -> None:
     """Close the ways by which transformers would take other files than the ones checked here."""
     if config.get("transformers_weights") is not None:
         raise ModelError(f'{CONFIG} sets "transformers_weights": remove it and name the file {SINGLE} or {INDEX}')
+    for key, value in config.items():
+        if key.startswith(("_attn_implementation", "_experts_implementation")) and "/" in str(value):
+            raise ModelError(f"{CONFIG} asks for kernel code from {value!r}: remove {key!r}")
     if rank := next((name for name in sorted(listed) if re.match(r"shard-\d{5}-model-\d{5}-of-", name)), None):
         raise ModelError(f"{rank} belongs to a distributed training checkpoint: export it with save_pretrained")
 

@@ -123,7 +123,7 @@ def run(
         max_model_len=max_model_len,
         prefill_chunk=prefill_chunk,
         max_num_seqs=1,
-        max_num_batched_tokens=max(prefill_chunk, _DEFAULT.max_num_batched_tokens),
+        max_num_batched_tokens=prefill_chunk,
         dtype=dtype,
         device=device,
         threads=threads,
@@ -213,7 +213,7 @@ def info(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     json: Json = False,
 ) -> None:
-    """Show what a model is and what its KV cache costs in each format; loads no weights."""
+    """Show what a model is and what its KV cache costs in each format. Fetches it where needed, reads no weights."""
     name = _choose_model(model)
     from lean.report import model_report, print_model_report
 
@@ -251,6 +251,8 @@ def main() -> None:
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
+        if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error):
+            _exit("out of memory: lower --kv-memory, --max-model-len or --prefill-chunk, or take a smaller model", 1)
         if not hasattr(error, "format_message"):  # not one of the command line parser's
             raise
         context = getattr(error, "ctx", None)

@@ -19,7 +19,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError("lean runs on cpu and cuda")
-        torch.empty(1, device=device)
+        device = torch.empty(1, device=device).device  # with its index
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return device

@@ -49,10 +49,6 @@ class LLM:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
-        try:
-            self.kernels = backend(device)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         if isinstance(model, LoadedModel):
             info = model.info
             if config.dtype != "auto" and getattr(torch, config.dtype) is not info.dtype:
@@ -64,6 +60,10 @@ class LLM:
             if isinstance(model, str):
                 model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
             info = inspect_model(model, config.dtype, config.trust_remote_code)
+        try:
+            self.kernels = backend(device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         # Everything that can be refused is refused before the weights are read.
         self.plan = plan_cache(info.layers, config, raw_format(info.dtype))
         if not isinstance(model, LoadedModel):
@@ -168,46 +168,40 @@ class LLM:
         self._steps += 1
         try:
             hidden = self._runner.run(chunks)
+            rows = hidden.split([chunk.end - chunk.start for chunk in chunks])
+            drawing = [(c, r[-1:]) for c, r in zip(chunks, rows) if c.completes and not c.request.keep_hidden]
+            keeping = [(c, r) for c, r in zip(chunks, rows) if not c.completes or c.request.keep_hidden]
+            healthy = [bool(r.isfinite().all()) for _, r in keeping]
+            logits = self._runner.logits(torch.cat([r for _, r in drawing])) if drawing else hidden[:0]
+            finite = logits[:, : self.model.token_limit].isfinite().all(-1).tolist()
         except BaseException:
+            # Nothing but blocks has been taken yet: with them back, the step can be run again.
             for chunk in chunks:
                 self._scheduler.take_back(chunk)
             raise
         if self._manager.tokens_held() >= self.peak_use.tokens_held:
             self.peak_use = self.stats()
-        for output in self._kept(chunks, hidden) + self._drawn(chunks, hidden):
-            self._inbox.get(output.request_id, self._outbox).append(output)
+        outputs = [self._keep(chunk, r) if ok else self._fail(chunk) for (chunk, r), ok in zip(keeping, healthy)]
+        logits[:, self.model.token_limit :] = -torch.inf
+        outputs += [
+            self._draw(chunk.request, row) if ok else self._fail(chunk)
+            for (chunk, _), row, ok in zip(drawing, logits, finite)
+        ]
+        for output in outputs:
+            if output is not None:
+                self._inbox.get(output.request_id, self._outbox).append(output)
         for chunk in chunks:
             self._scheduler.advance(chunk)
 
-    def _kept(self, chunks: list[Chunk], hidden: torch.Tensor) -> list[RequestOutput]:
-        """Check the rows that predict nothing yet, and keep those of scoring requests."""
-        outputs = []
-        for chunk, rows in zip(chunks, hidden.split([chunk.end - chunk.start for chunk in chunks])):
-            request = chunk.request
-            if chunk.completes and not request.keep_hidden:
-                continue
-            if not bool(rows.isfinite().all()):
-                outputs.append(self._fail(chunk))
-            elif request.keep_hidden:
-                request.hidden.append(rows)
-                if chunk.completes:
-                    self._scheduler.finish(request, "length")
-                    outputs.append(self._output(request, []))
-        return outputs
-
-    def _drawn(self, chunks: list[Chunk], hidden: torch.Tensor) -> list[RequestOutput]:
-        """Draw a token for every request whose known tokens are all in the cache."""
-        ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
-        last = [(c, end - 1) for c, end in zip(chunks, ends) if c.completes and not c.request.keep_hidden]
-        if not last:
-            return []
-        logits = self._runner.logits(hidden[[row for _, row in last]])
-        finite = logits[:, : self.model.token_limit].isfinite().all(-1).tolist()
-        logits[:, self.model.token_limit :] = -torch.inf
-        return [
-            self._draw(chunk.request, row) if ok else self._fail(chunk)
-            for (chunk, _), row, ok in zip(last, logits, finite)
-        ]
+    def _keep(self, chunk: Chunk, rows: torch.Tensor) -> RequestOutput | None:
+        """Rows that draw nothing: a scoring request keeps them, and ends with its last."""
+        if not chunk.request.keep_hidden:
+            return None
+        chunk.request.hidden.append(rows)
+        if not chunk.completes:
+            return None
+        self._scheduler.finish(chunk.request, "length")
+        return self._output(chunk.request, [])
 
     def _draw(self, request: Request, logits: torch.Tensor) -> RequestOutput:
         token = sample(logits, request.params, request.generator)
@@ -257,7 +251,7 @@ class LLM:
         return self.encode(prompt, chat=chat) if isinstance(prompt, str) else prompt
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool | None = False
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool | None = None
     ) -> Iterator[RequestOutput]:
         """Yield one output per token: its text piece, and at the end the finish reason. Leaving the loop aborts."""
         request_id = self.add_request(self._ids_of(prompt, chat), params)
@@ -280,7 +274,7 @@ class LLM:
         prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | None = None,
         *,
-        chat: bool | None = False,
+        chat: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids) and return one whole output each, in order.
 
@@ -314,12 +308,12 @@ class LLM:
         try:
             while request_id in self._requests:
                 self._advance()
-                if request.error:
-                    raise EngineError(request.error)
                 while request.hidden:
                     rows = request.hidden.pop(0)
                     yield position, rows
                     position += rows.shape[0]
+            if request.error:
+                raise EngineError(request.error)
         finally:
             self.abort(request_id)
 

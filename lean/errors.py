@@ -1,5 +1,8 @@
 """The exceptions lean raises on purpose. The CLI turns each into one line on stderr and its exit code."""
 
+import sys
+from collections.abc import Callable
+
 
 class LeanError(Exception):
     """Base of all of them. The message is one line: what happened, why, what to do."""
@@ -27,6 +30,15 @@ class RequestError(UserError):
 
 class EngineError(LeanError):
     """The engine itself failed: a kernel, or a model that computes non-finite numbers."""
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script's main; errors raised on purpose become one line and their exit code."""
+    try:
+        main()
+    except LeanError as error:
+        print(f"lean: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 EMPTY_PROMPT = "the prompt is empty: give some text"

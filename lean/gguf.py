@@ -62,7 +62,7 @@ def load_gguf_tokenizer(file: Path) -> Any:
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     if read_gguf(file).pretokenizer in DIGIT_SPLITTING:
         backend = tokenizer.backend_tokenizer
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])

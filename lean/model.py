@@ -170,6 +170,7 @@ def inspect_model(source: ModelSource, dtype: str = "auto", trust_remote_code: b
             f"cannot build {source.name}",
             transformers.AutoModelForCausalLM.from_config,
             config,
+            attn_implementation=attention.NAME,  # never what config.json asks for
             trust_remote_code=trust_remote_code,
         )
     parameters = sum(p.numel() for p in skeleton.parameters())

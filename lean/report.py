@@ -3,15 +3,12 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from lean.cache_groups import mib, plan_cache
 from lean.config import EngineConfig
 from lean.errors import ConfigError
 
 if TYPE_CHECKING:
     from lean.engine import LLM
-
-
-def mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def start_up_line(llm: "LLM") -> str:
@@ -73,7 +70,6 @@ def score_workspace_bytes(llm: "LLM") -> int:
 
 def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The object of ``info --json``. ``bytes_per_token`` covers all layers; null where a format does not fit."""
-    from lean.cache_groups import plan_cache
     from lean.hub import resolve
     from lean.model import inspect_model
     from lean.quant import NAMES, raw_format

@@ -249,16 +249,16 @@ def test_values_beyond_448_are_not_clipped_by_fp8(engine, tiny):
     assert (found - wanted).abs().mean() < (clipped - wanted).abs().mean() / 4
 
 
-def test_a_step_that_failed_is_taken_back_and_can_be_run_again(engine, monkeypatch):
+@pytest.mark.parametrize("part", ["run", "logits"])
+def test_a_step_that_failed_is_taken_back_and_can_be_run_again(engine, monkeypatch, part):
     llm = engine(deterministic=True)
     (whole,) = llm.generate([PROMPT], ask())
     llm.add_request(PROMPT, ask())
-    llm.step()
+    parts = llm.step() + llm.step() + llm.step()
     with monkeypatch.context() as broken:
-        broken.setattr(llm._runner, "run", lambda chunks: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        broken.setattr(llm._runner, part, lambda argument: (_ for _ in ()).throw(RuntimeError("out of memory")))
         with pytest.raises(RuntimeError, match="out of memory"):
             llm.step()
-    parts = []
     while llm.has_work:
         parts += llm.step()
     assert [token for part in parts for token in part.token_ids] == whole.token_ids
