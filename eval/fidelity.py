@@ -87,12 +87,9 @@ def main() -> None:
     reference = LLM(args.model, exact, progress=True)
     text = python_docs()
     ids = reference.model.tokenizer(text[: args.tokens * 8], add_special_tokens=False)["input_ids"][: args.tokens]
-    print(
-        f"{args.model}, {args.dtype}, {len(ids)} tokens of python-docs (sha256 {text_hash(text)[:16]}), no BOS added,"
-    )
-    print(
-        f"chunk {exact.prefill_chunk}; sizes against bf16, per token and with blocks and residual at {len(ids)} tokens"
-    )
+    count = len(ids)
+    print(f"{args.model}, {args.dtype}, {count} tokens of python-docs (sha256 {text_hash(text)[:16]}), no BOS added,")
+    print(f"chunk {exact.prefill_chunk}; sizes against bf16: per token, and with blocks and residual at {count} tokens")
     print(f"{'format':11} {'R':>3} {'token':>6} {'held':>6} {'ppl':>8} {'mean KLD':>20} {'p99.9':>8} {'top-1':>6}")
 
     def row(name: str, config: EngineConfig) -> None:
