@@ -66,6 +66,7 @@ class PoolUse:
     bytes_per_token: int
     num_blocks: int
     blocks_used: int
+    tokens_held: int
     bytes_held: int
 
 
@@ -87,21 +88,18 @@ def cache_use(plan: CachePlan, manager: BlockManager) -> CacheUse:
     """Occupancy of all pools at this moment."""
     pools = [
         PoolUse(
-            list(spec.layers),
-            spec.name,
-            spec.exact,
-            spec.window,
-            spec.num_sink_tokens,
-            spec.bytes_per_token,
-            pool.num_blocks,
-            pool.num_used,
-            pool.num_used * spec.block_bytes,
+            layers=list(spec.layers),
+            format=spec.name,
+            exact=spec.exact,
+            window=spec.window,
+            sinks=spec.num_sink_tokens,
+            bytes_per_token=spec.bytes_per_token,
+            num_blocks=pool.num_blocks,
+            blocks_used=pool.num_used,
+            tokens_held=manager.tokens_kept(index),
+            bytes_held=pool.num_used * spec.block_bytes,
         )
-        for spec, pool in zip(plan.pools, manager.pools)
+        for index, (spec, pool) in enumerate(zip(plan.pools, manager.pools))
     ]
-    bf16 = sum(
-        manager.tokens_kept(index) * spec.bytes_per_token_bf16
-        for index, spec in enumerate(plan.pools)
-        if not spec.exact
-    )
+    bf16 = sum(use.tokens_held * spec.bytes_per_token_bf16 for use, spec in zip(pools, plan.pools) if not spec.exact)
     return CacheUse(manager.tokens_held(), sum(pool.bytes_held for pool in pools), bf16, pools)
