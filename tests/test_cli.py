@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -226,9 +227,14 @@ def answering(tiny):
     folder = str(tiny("llama", max_position_embeddings=20_000))
     command = (sys.executable, "-m", "lean.cli", "run", folder, "hi", "--max-tokens", "19000", "--ignore-eos")
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    # Background jobs of a shell ignore SIGINT, and children inherit that.
+    heed = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    processes = [subprocess.Popen(command, **pipes, **heed) for _ in range(2)]
+    watchdog = threading.Timer(120, lambda: [process.kill() for process in processes])
+    watchdog.start()
     assert [len(process.stdout.read(5)) for process in processes] == [5, 5]
     yield processes
+    watchdog.cancel()
     for process in processes:
         process.kill()
 
