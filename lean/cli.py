@@ -163,7 +163,7 @@ def run(
             if not json:
                 print(output.text, end="", flush=True)
     finally:
-        if not json:
+        if outputs and not json:
             print(flush=True)
     last = outputs[-1]
     if last.error:
