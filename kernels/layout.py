@@ -58,6 +58,11 @@ class KVLayout:
         )
 
 
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that ``num_tokens`` tokens from the start of a sequence fill, the last one perhaps in part."""
+    return -(-num_tokens // block_size)
+
+
 def first_in_window(position: int, window: int) -> int:
     """First position that a token at ``position`` sees through a window of ``window`` tokens, itself included.
 

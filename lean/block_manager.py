@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lean.kernels.layout import first_in_window
+from lean.kernels.layout import blocks_for, first_in_window
 
 NULL_BLOCK = 0
 
@@ -91,7 +91,7 @@ class BlockManager:
         self._sequences: dict[int, _Sequence] = {}
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return blocks_for(num_tokens, self.block_size)
 
     def can_append(self, seq_id: int, num_tokens: int) -> bool:
         """Whether every pool has the blocks for ``num_tokens`` more tokens."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lean.block_manager import PoolRule
 from lean.config import EngineConfig
 from lean.errors import ConfigError
-from lean.kernels.layout import KVLayout
+from lean.kernels.layout import KVLayout, blocks_for
 from lean.quant.formats import BF16, KVFormat, describe
 
 
@@ -50,10 +50,10 @@ class PoolSpec:
 
     def most_blocks(self, num_tokens: int, block_size: int) -> int:
         """Most blocks a sequence of ``num_tokens`` holds here while it decodes."""
-        blocks = -(-num_tokens // block_size)
+        blocks = blocks_for(num_tokens, block_size)
         if not self.window:
             return blocks
-        return min(blocks, -(-self.num_sink_tokens // block_size) + _most_blocks_spanned(self.window, block_size))
+        return min(blocks, blocks_for(self.num_sink_tokens, block_size) + _most_blocks_spanned(self.window, block_size))
 
     @property
     def name(self) -> str:
@@ -183,8 +183,8 @@ def _bounded_blocks(pool: PoolSpec, config: EngineConfig, max_model_len: int) ->
     size = config.block_size
     kept = pool.most_blocks(max_model_len, size)
     step = min(config.max_num_batched_tokens, config.max_num_seqs * config.prefill_chunk)
-    total = config.max_num_seqs * (kept + 1) + -(-step // size)
-    return min(total, config.max_num_seqs * -(-max_model_len // size))
+    total = config.max_num_seqs * (kept + 1) + blocks_for(step, size)
+    return min(total, config.max_num_seqs * blocks_for(max_model_len, size))
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def size_cache(
     if not row_bytes and config.num_blocks is not None:
         raise ConfigError("num-blocks has nothing to size: every layer of this model has a window of its own")
     if row_bytes:
-        needed = -(-max_model_len // size)
+        needed = blocks_for(max_model_len, size)
         blocks = (budget - bounded_bytes) // row_bytes - 1 if config.num_blocks is None else config.num_blocks
         if config.num_blocks is None and config.kv_memory is None:
             blocks = min(blocks, config.max_num_seqs * needed)

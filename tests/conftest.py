@@ -25,3 +25,12 @@ def tiny(tmp_path_factory):
 def _one_thread():
     """Tiny tensors gain nothing from threads. A test may ask for more; the next one starts with one again."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty LEAN_HOME and an empty, unreachable hub."""
+    monkeypatch.setenv("LEAN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "home"

@@ -17,13 +17,7 @@ NAME = "smollm2-135m"
 WEIGHTS = b"weights" * 1000
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    """An empty LEAN_HOME and an empty, unreachable hub."""
-    monkeypatch.setenv("LEAN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def test_cache_dir_is_lean_home_then_xdg_then_home(monkeypatch, tmp_path):
