@@ -331,15 +331,18 @@ class LLM:
             float32 [len(token_ids) - 1] (float64 for a float64 model), natural logarithm, on the CPU.
         """
         targets = torch.tensor(list(token_ids), device=self.model.device)
-        scores = []
+        # One result made beforehand: small ones made between the slices would keep malloc from reusing their memory.
+        dtype = torch.float64 if self.model.info.dtype is torch.float64 else torch.float32
+        scores = torch.empty(max(0, len(targets) - 1), dtype=dtype)
         for position, hidden in self.hidden_states(token_ids):
             for start in range(0, hidden.shape[0], LOGIT_SLICE):
                 rows = hidden[start : start + LOGIT_SLICE]
                 first = position + start + 1
                 wanted = targets[first : first + rows.shape[0]]
                 logits = self.logits(rows[: wanted.shape[0]])
-                scores.append(logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(-1))
-        return torch.cat(scores).cpu()
+                score = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(-1)
+                scores[first - 1 : first - 1 + len(wanted)] = score
+        return scores
 
     def stats(self) -> CacheUse:
         """What the cache holds now; `peak_use` keeps the moment with the most tokens."""

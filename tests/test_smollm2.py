@@ -121,7 +121,7 @@ def test_deterministic_mode_is_bit_identical_in_bfloat16():
 
 
 MEASURE = """
-    import re, threading, time
+    import re
     from pathlib import Path
     import torch
     from lean import LLM, EngineConfig
@@ -129,24 +129,16 @@ MEASURE = """
     from lean.pull import pull
     from lean.report import score_workspace_bytes
 
-    def anonymous():  # the weights are mapped from their file, and such pages come and go
-        return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-    def watch():
-        while not done:
-            peak[0] = max(peak[0], anonymous())
-            time.sleep(0.002)
+    def resident(field):
+        return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
     torch.set_num_threads(2)
     llm = LLM(str(pull("smollm2-135m")), EngineConfig(max_num_seqs=1))
     ids = llm.model.tokenizer(python_docs()[:60000])["input_ids"][:8192]
-    before, peak, done = anonymous(), [0], False
-    thread = threading.Thread(target=watch)
-    thread.start()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
     llm.score(ids)
-    done = True
-    thread.join()
-    print(peak[0] - before, llm.size.nbytes, score_workspace_bytes(llm))
+    print(resident("VmHWM") - before, llm.size.nbytes, score_workspace_bytes(llm))
 """
 
 
