@@ -3,6 +3,9 @@
 A pool keeps every token of a sequence, or, with a window, only what some future query can still see: the last
 ``window`` tokens and the first ``num_sink_tokens``. Blocks that left go back to the pool and the table points at the
 null block in their place, so that positions stay aligned.
+
+Sequences may share blocks after a fork. A block is written by one sequence only: whoever writes into a shared one gets
+a copy first (copy on write).
 """
 
 import hashlib
@@ -58,6 +61,12 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
+    def share(self, block: int) -> None:
+        """One more reference to a block in use."""
+        if self.refs[block] < 1:
+            raise ValueError(f"block {block} is not in use")
+        self.refs[block] += 1
+
     def drop(self, block: int) -> None:
         """Give one reference back; the last one frees the block."""
         if self.refs[block] < 1:
@@ -74,6 +83,15 @@ class BlockPool:
             assert (self.refs[block] == 0) == (block in free), f"block {block}: {self.refs[block]} references"
 
 
+@dataclass(frozen=True)
+class BlockCopy:
+    """The bytes of a block that must be copied within its pool before anything else is written."""
+
+    pool: int
+    source: int
+    target: int
+
+
 @dataclass
 class _Sequence:
     tables: list[list[int]]  # per pool, one id per block of positions
@@ -88,29 +106,51 @@ class BlockManager:
         self.rules = tuple(rules)
         self.block_size = block_size
         self.pools = [BlockPool(rule.num_blocks) for rule in rules]
+        self.copies: list[BlockCopy] = []  # in this order, before the next write; whoever made them clears the list
         self._sequences: dict[int, _Sequence] = {}
 
     def blocks_for(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.block_size)
 
+    def _tail_is_shared(self, seq: _Sequence, pool: int) -> bool:
+        """Whether the next token goes into a block that another sequence reads."""
+        return seq.num_tokens % self.block_size > 0 and self.pools[pool].refs[seq.tables[pool][-1]] > 1
+
     def can_append(self, seq_id: int, num_tokens: int) -> bool:
         """Whether every pool has the blocks for ``num_tokens`` more tokens."""
-        seq = self._sequences.get(seq_id)
-        have, length = (len(seq.tables[0]), seq.num_tokens) if seq else (0, 0)
-        need = self.blocks_for(length + num_tokens) - have
-        return all(pool.num_free >= need for pool in self.pools)
+        seq = self._sequences.get(seq_id) or _Sequence([[] for _ in self.pools], 0, [])
+        need = self.blocks_for(seq.num_tokens + num_tokens) - self.blocks_for(seq.num_tokens)
+        return all(pool.num_free >= need + self._tail_is_shared(seq, index) for index, pool in enumerate(self.pools))
 
     def append(self, seq_id: int, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` more tokens of a sequence, new or known. All pools or, with an error, none."""
+        """Make room for ``num_tokens`` > 0 more tokens of a sequence, new or known.
+
+        All pools or, with an error, none. May add to ``copies``.
+        """
         if not self.can_append(seq_id, num_tokens):
             raise ValueError(f"sequence {seq_id}: no blocks for {num_tokens} more tokens")
         seq = self._sequences.get(seq_id)
         if seq is None:
             seq = self._sequences[seq_id] = _Sequence([[] for _ in self.pools], 0, [0] * len(self.pools))
-        seq.num_tokens += num_tokens
-        for pool, table in zip(self.pools, seq.tables):
-            while len(table) < self.blocks_for(seq.num_tokens):
+        for index, (pool, table) in enumerate(zip(self.pools, seq.tables)):
+            if self._tail_is_shared(seq, index):
+                shared, table[-1] = table[-1], pool.take()
+                pool.drop(shared)
+                self.copies.append(BlockCopy(index, shared, table[-1]))
+            while len(table) < self.blocks_for(seq.num_tokens + num_tokens):
                 table.append(pool.take())
+        seq.num_tokens += num_tokens
+
+    def fork(self, parent: int, child: int) -> None:
+        """A new sequence with all tokens of another; takes no blocks until one of them writes."""
+        if child in self._sequences:
+            raise ValueError(f"sequence {child} exists")
+        seq = self._sequences[parent]
+        self._sequences[child] = _Sequence([list(table) for table in seq.tables], seq.num_tokens, list(seq.first_kept))
+        for pool, table in zip(self.pools, seq.tables):
+            for block in table:
+                if block != NULL_BLOCK:
+                    pool.share(block)
 
     def evict(self, seq_id: int) -> None:
         """Free the blocks that no token after the present last one can see."""

@@ -182,18 +182,22 @@ def _bounded_blocks(pool: PoolSpec, config: EngineConfig, max_model_len: int) ->
     """
     size = config.block_size
     kept = pool.most_blocks(max_model_len, size)
-    step = min(config.max_num_batched_tokens, config.max_num_seqs * config.prefill_chunk)
+    step = min(config.step_tokens, config.max_num_seqs * config.prefill_chunk)
     total = config.max_num_seqs * (kept + 1) + blocks_for(step, size)
     return min(total, config.max_num_seqs * blocks_for(max_model_len, size))
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Sizes of all pools. ``num_tokens`` fit into the unbounded ones (all of them, where every pool is bounded)."""
+    """Sizes of all pools. ``num_tokens`` fit into the unbounded ones (all of them, where every pool is bounded).
+
+    ``max_model_len`` is the longest sequence, at most ``model_max_len``, what the model itself can take.
+    """
 
     rules: tuple[PoolRule, ...]
     num_tokens: int
     max_model_len: int
+    model_max_len: int
     nbytes: int
 
 
@@ -254,7 +258,7 @@ def size_cache(
     )
     tokens = blocks * size if row_bytes else config.max_num_seqs * max_model_len
     nbytes = sum((rule.num_blocks + 1) * pool.block_bytes for rule, pool in zip(rules, plan.pools))
-    return CacheSize(rules, tokens, max_model_len, nbytes)
+    return CacheSize(rules, tokens, max_model_len, model_max_len, nbytes)
 
 
 def mib(nbytes: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from lean.errors import ConfigError, one_line
 from lean.kernels.layout import BLOCK_SIZES
@@ -14,6 +13,8 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RESIDUAL_LENGTH = 64
 DEFAULT_SINKS = 4
 DEFAULT_MAX_TOKENS = 256
+DEFAULT_CHAT_MAX_TOKENS = 1024
+DEFAULT_STEP_TOKENS = 512
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -53,7 +54,7 @@ class EngineConfig:
         max_model_len: longest sequence, prompt and answer together; the model's own.
         prefill_chunk: most prompt tokens of one sequence in one step.
         max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens of all sequences in one step.
+        max_num_batched_tokens: most tokens of all sequences in one step; 512, or more where another option asks for it.
         dtype: dtype of weights and activations; ``auto`` is the checkpoint's.
         device: ``auto`` is the first GPU, else the CPU.
         threads: CPU threads of this process; torch's own choice.
@@ -71,7 +72,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefill_chunk: int = 512
     max_num_seqs: int = 8
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
@@ -109,30 +110,18 @@ class EngineConfig:
             value = getattr(self, field)
             if value is not None and value < 1:
                 refuse(field, "must be at least 1")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max-num-batched-tokens {self.max_num_batched_tokens} is less than max-num-seqs {self.max_num_seqs}: "
+                "every running sequence needs a token in every step"
+            )
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ConfigError("num-blocks and kv-memory both set the size of the cache: give one of them")
 
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> EngineConfig:
-        """Read options from a YAML file; the others keep their defaults. Raises ConfigError, naming the key."""
-        import yaml
-
-        try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must hold `key: value` lines")
-        known = [item.name for item in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise ConfigError(f"{path}: unknown key {key!r}; known are {', '.join(known)}")
-        try:
-            if isinstance(values.get("kv_memory"), str):
-                values["kv_memory"] = parse_size(values["kv_memory"])
-            return cls(**values)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of one step."""
+        return self.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, self.prefill_chunk, self.max_num_seqs)
 
     def formats(self, dtype_format: KVFormat) -> tuple[KVFormat, KVFormat]:
         """(K format, V format); ``dtype_format`` stands in for ``auto``."""

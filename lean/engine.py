@@ -1,10 +1,10 @@
 """LLM: one model, one cache, requests in, tokens out."""
 
 import itertools
-import secrets
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,12 +20,15 @@ from lean.hub import ModelSource, resolve
 from lean.kernels.ops import backend
 from lean.kv_cache import CacheUse, CountedLayers, KVCache, cache_use
 from lean.model import LoadedModel, ModelInfo, inspect_model, load_model
-from lean.prompt import encode_prompt
+from lean.output import draw, end, joined, score_prompt
+from lean.prompt import encode_chat, encode_prompt
 from lean.quant import raw_format
-from lean.request import Request, RequestOutput, SamplingParams
+from lean.request import FinishReason, Request, RequestOutput
 from lean.runner import LOGIT_SLICE, Runner
-from lean.sampler import sample
+from lean.sampler import Sampler
+from lean.sampling_params import SamplingParams
 from lean.scheduler import Chunk, Scheduler
+from lean.stop_strings import StopStrings
 
 
 class LLM:
@@ -80,12 +83,13 @@ class LLM:
         self._scheduler = Scheduler(config, self._manager, self.size)
         self.cache = KVCache(self.plan, self.size, device)
         self._runner = Runner(model, self.cache, self._manager, config.deterministic)
-        self._requests: dict[int, Request] = {}
-        self._text: dict[int, Detokenizer] = {}
         self._ids = itertools.count()
         self._steps = 0
+        self._lock = threading.Lock()  # held by whoever changes what stands below
+        self._requests: dict[int, list[Request]] = {}  # by the id that callers know: its sequences that have not ended
         self._inbox: dict[int, deque[RequestOutput]] = {}  # of requests that a method below waits for
         self._outbox: list[RequestOutput] = []  # of all others, for the caller of `step`
+        self._to_abort: deque[int] = deque()  # appended to by any thread
         self.peak_use = self.stats()
         self._probe()
         self.load_s = time.perf_counter() - started
@@ -121,9 +125,37 @@ class LLM:
     # --- the seam for servers and evaluation ---
 
     def add_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, *, keep_hidden: bool = False
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        keep_hidden: bool = False,
+        keep_cache: bool = False,
+        continues: int | None = None,
     ) -> int:
-        """Queue token ids; returns the request's id. Raises RequestError for what can never be served."""
+        """Queue token ids; returns the request's id. Any thread may call it.
+
+        Args:
+            keep_hidden: for `hidden_states`: sample nothing, keep the hidden state of every token.
+            keep_cache: leave K/V in the cache at the end, until `release` or until their memory is needed, for a
+                request that continues this one.
+            continues: id of such a request; what both begin with is not computed again.
+
+        Raises:
+            RequestError: it can never be served; the message says why, with both numbers.
+        """
+        return self._add(prompt_token_ids, params, None, keep_hidden, keep_cache, continues)
+
+    def _add(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None,
+        inbox: deque[RequestOutput] | None,
+        keep_hidden: bool = False,
+        keep_cache: bool = False,
+        continues: int | None = None,
+    ) -> int:
+        """`add_request`, its outputs going to ``inbox``; None: to the caller of `step`."""
         if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, Sequence):
             raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt_token_ids).__name__}")
         ids = list(prompt_token_ids)
@@ -131,37 +163,95 @@ class LLM:
             if type(token) is not int or not 0 <= token < self.model.vocab_size:
                 raise RequestError(f"token id {token!r} is no integer from 0 to {self.model.vocab_size - 1}")
         params = self._resolve(params or SamplingParams(), len(ids))
-        generator = None
-        if params.temperature:
-            seed = secrets.randbits(63) if params.seed is None else params.seed
-            generator = torch.Generator().manual_seed(seed)
-        request = Request(next(self._ids), ids, params, generator, keep_hidden)
-        self._scheduler.add(request)
-        self._requests[request.id] = request
-        self._text[request.id] = Detokenizer(self.model.tokenizer)
-        return request.id
+        if params.n > self.config.max_num_seqs:
+            raise RequestError(f"n {params.n} exceeds max-num-seqs {self.config.max_num_seqs}: raise --max-num-seqs")
+        if keep_cache and params.n > 1:
+            raise RequestError(f"n {params.n} cannot be continued: keep the cache of one sequence")
+        with self._lock:
+            numbers = [next(self._ids) for _ in range(params.n)]
+            family = [
+                Request(
+                    number,
+                    ids,
+                    params,
+                    numbers[0],
+                    index,
+                    None if keep_hidden else Sampler(params, ids, index),
+                    None if keep_hidden else Detokenizer(self.model.tokenizer),
+                    StopStrings(params.stop),
+                    keep_hidden,
+                )
+                for index, number in enumerate(numbers)
+            ]
+            request = family[0]
+            request.siblings = family[1:]
+            request.keep_cache, request.continues = keep_cache, continues
+            self._scheduler.add(request)
+            self._requests[request.group] = family
+            if inbox is not None:
+                self._inbox[request.group] = inbox
+        return request.group
 
     def _resolve(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
         """Fill what is None from the model's defaults, and end with the model's length."""
-        defaults = {"temperature": 0.0, **self.model.generation}
-        fill = {key: value for key, value in defaults.items() if getattr(params, key) is None}
+        for token in (*params.stop_token_ids, *(params.logit_bias or {})):
+            if token >= self.model.token_limit:
+                raise RequestError(f"token id {token} is beyond the {self.model.token_limit} tokens of this model")
+        fill = {key: value for key, value in self.model.generation.items() if getattr(params, key) is None}
         room = max(1, self.size.max_model_len - prompt_tokens)
         return replace(params, **fill, max_tokens=min(params.max_tokens, room))
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._to_abort or self._outbox)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a running request had to give its blocks to an older one and start again."""
+        return self._scheduler.num_preemptions
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; one output per request of `add_request` that got a token, ended or failed."""
+        """Run one step; one output per sequence of `add_request` that got a token or ended, however it did."""
         self._advance()
-        outputs, self._outbox = self._outbox, []
+        with self._lock:
+            outputs, self._outbox = self._outbox, []
         return outputs
 
-    @torch.inference_mode()
+    def abort(self, request_id: int) -> None:
+        """End a request and free its blocks; unknown or finished ones are ignored. Any thread may call it.
+
+        Takes effect at once, or at the end of the step that is running in another thread. Its sequences end with
+        finish_reason "abort".
+        """
+        self._to_abort.append(request_id)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._abort_now()
+            finally:
+                self._lock.release()
+
+    def release(self, request_id: int) -> None:
+        """Free the cache of a request that was added with keep_cache and has ended."""
+        with self._lock:
+            self._scheduler.release(request_id)
+
+    def _abort_now(self) -> None:
+        while self._to_abort:
+            for request in list(self._requests.get(self._to_abort.popleft(), ())):
+                self._end(request, "abort")
+
     def _advance(self) -> None:
         """Run one step and hand its outputs to whom they belong."""
+        with self._lock:
+            self._abort_now()
+            try:
+                self._step()
+            finally:
+                self._abort_now()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
         chunks = self._scheduler.schedule()
         if not chunks:
             return
@@ -169,11 +259,18 @@ class LLM:
         try:
             hidden = self._runner.run(chunks)
             rows = hidden.split([chunk.end - chunk.start for chunk in chunks])
-            drawing = [(c, r[-1:]) for c, r in zip(chunks, rows) if c.completes and not c.request.keep_hidden]
-            keeping = [(c, r) for c, r in zip(chunks, rows) if not c.completes or c.request.keep_hidden]
-            healthy = [bool(r.isfinite().all()) for _, r in keeping]
-            logits = self._runner.logits(torch.cat([r for _, r in drawing])) if drawing else hidden[:0]
+            drawing = [index for index, c in enumerate(chunks) if c.completes and not c.request.keep_hidden]
+            logits = self._runner.logits(torch.cat([rows[i][-1:] for i in drawing])) if drawing else hidden[:0]
+            logits[:, self.model.token_limit :] = -torch.inf
             finite = logits[:, : self.model.token_limit].isfinite().all(-1).tolist()
+            drawn = {index: row for index, row, ok in zip(drawing, logits, finite) if ok}
+            healthy = [
+                (index in drawn or index not in drawing) and bool(rows[index].isfinite().all())
+                for index in range(len(chunks))
+            ]
+            for chunk, own, ok in zip(chunks, rows, healthy):
+                if ok and chunk.request.params.prompt_logprobs is not None:
+                    score_prompt(chunk, own, self._runner, self.model.token_limit)
         except BaseException:
             # Nothing but blocks has been taken yet: with them back, the step can be run again.
             for chunk in chunks:
@@ -181,67 +278,56 @@ class LLM:
             raise
         if self._manager.tokens_held() >= self.peak_use.tokens_held:
             self.peak_use = self.stats()
-        outputs = [self._keep(chunk, r) if ok else self._fail(chunk) for (chunk, r), ok in zip(keeping, healthy)]
-        logits[:, self.model.token_limit :] = -torch.inf
-        outputs += [
-            self._draw(chunk.request, row) if ok else self._fail(chunk)
-            for (chunk, _), row, ok in zip(drawing, logits, finite)
-        ]
-        for output in outputs:
-            if output is not None:
-                self._inbox.get(output.request_id, self._outbox).append(output)
-        for chunk in chunks:
-            self._scheduler.advance(chunk)
+        for chunk, ok in zip(chunks, healthy):
+            if ok:
+                self._scheduler.advance(chunk)
+            else:
+                self._fail(chunk)
+        for index, chunk in enumerate(chunks):
+            if index in drawn and healthy[index]:
+                for request in self._scheduler.fork(chunk.request):
+                    self._emit(request, draw(request, drawn[index], self.model.eos_token_ids))
+            elif chunk.request.keep_hidden and healthy[index]:
+                self._keep(chunk, rows[index])
 
-    def _keep(self, chunk: Chunk, rows: torch.Tensor) -> RequestOutput | None:
-        """Rows that draw nothing: a scoring request keeps them, and ends with its last."""
-        if not chunk.request.keep_hidden:
-            return None
-        chunk.request.hidden.append(rows)
-        if not chunk.completes:
-            return None
-        self._scheduler.finish(chunk.request, "length")
-        return self._output(chunk.request, [])
+    def _keep(self, chunk: Chunk, rows: torch.Tensor) -> None:
+        """Rows of a scoring request: kept for its caller, who has seen some already if it was preempted."""
+        request = chunk.request
+        new = rows[max(0, request.num_hidden - chunk.start) :]
+        if len(new):
+            request.hidden.append(new)
+            request.num_hidden += len(new)
+        if chunk.completes:
+            self._end(request, "length")
 
-    def _draw(self, request: Request, logits: torch.Tensor) -> RequestOutput:
-        token = sample(logits, request.params, request.generator)
-        request.output_token_ids.append(token)
-        if token in self.model.eos_token_ids and not request.params.ignore_eos:
-            self._scheduler.finish(request, "stop")
-        elif len(request.output_token_ids) >= request.params.max_tokens:
-            self._scheduler.finish(request, "length")
-        return self._output(request, [token])
-
-    def _fail(self, chunk: Chunk) -> RequestOutput:
+    def _fail(self, chunk: Chunk) -> None:
         layer = self._runner.first_bad_layer(chunk)
         where = "after the last layer" if layer is None else f"first in the K/V of layer {layer}"
         error = (
             f"the model computed non-finite numbers at step {self._steps}, {where}, "
             f"tokens {chunk.start}..{chunk.end - 1}: try --dtype bfloat16 or float32, or check the weights"
         )
-        self._scheduler.finish(chunk.request, "error", error)
-        return self._output(chunk.request, [])
+        for request in (chunk.request, *chunk.request.siblings):
+            self._end(request, "error", error)
 
-    def _output(self, request: Request, new: list[int]) -> RequestOutput:
-        decoder = self._text[request.id]
-        stopped = request.finish_reason == "stop"
-        text = decoder.add(new[:-1] if stopped else new)
-        if request.finish_reason is not None:
-            text += decoder.finish()
-            self._requests.pop(request.id)
-            self._text.pop(request.id)
-        prompt = len(request.prompt_token_ids)
-        return RequestOutput(request.id, text, new, prompt, request.finish_reason, request.error)
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        self._emit(request, end(request, reason, error))
 
-    def abort(self, request_id: int) -> None:
-        """Drop a request and free its blocks; unknown or finished ones are ignored."""
-        request = self._requests.pop(request_id, None)
-        self._text.pop(request_id, None)
-        self._inbox.pop(request_id, None)
-        if request is not None:
-            self._scheduler.finish(request, "abort")
+    def _emit(self, request: Request, output: RequestOutput) -> None:
+        """Hand an output to whoever waits for it; the last one takes its request out."""
+        if output.finish_reason is not None:
+            self._scheduler.finish(request, output.finish_reason, output.error)
+            family = self._requests[request.group]
+            family.remove(request)
+            if not family:
+                del self._requests[request.group]
+        self._inbox.get(request.group, self._outbox).append(output)
 
     # --- what people call ---
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A conversation to token ids, up to where the answer begins; see `lean.prompt.encode_chat`."""
+        return encode_chat(self.model.tokenizer, messages)
 
     def encode(self, prompt: str, *, chat: bool | None = None) -> list[int]:
         """Prompt text to token ids; see `lean.prompt.encode_prompt`."""
@@ -251,23 +337,38 @@ class LLM:
         return self.encode(prompt, chat=chat) if isinstance(prompt, str) else prompt
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool | None = None
-    ) -> Iterator[RequestOutput]:
-        """Yield one output per token: its text piece, and at the end the finish reason. Leaving the loop aborts."""
-        request_id = self.add_request(self._ids_of(prompt, chat), params)
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        chat: bool | None = None,
+        keep_cache: bool = False,
+        continues: int | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield one output per token: its text piece, and at the end the finish reason. Leaving the loop aborts.
+
+        keep_cache and continues are those of `add_request`.
+        """
+        ids = self._ids_of(prompt, chat)
+        request_id = self._add(ids, params, deque(), keep_cache=keep_cache, continues=continues)
         try:
             yield from self._wait_for(request_id)
         finally:
-            self.abort(request_id)
+            self._forget(request_id)
 
     def _wait_for(self, request_id: int) -> Iterator[RequestOutput]:
         """Run steps and yield the outputs of one request; those of others wait for whoever asks."""
-        inbox = self._inbox.setdefault(request_id, deque())
+        inbox = self._inbox[request_id]
         while inbox or request_id in self._requests:
             if not inbox:
                 self._advance()
             while inbox:
                 yield inbox.popleft()
+
+    def _forget(self, request_id: int) -> None:
+        """Nobody waits for this request any more: end it, and drop what it still says."""
+        self.abort(request_id)
+        self._inbox.pop(request_id, None)
 
     def generate(
         self,
@@ -276,7 +377,7 @@ class LLM:
         *,
         chat: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids) and return one whole output each, in order.
+        """Complete prompts (texts or token ids) and return whole outputs, in order: n of them for every prompt.
 
         A request whose numbers became non-finite ends with finish_reason "error" and the error's text.
         """
@@ -285,15 +386,14 @@ class LLM:
         outputs = []
         try:
             for prompt in batch:
-                ids.append(self.add_request(self._ids_of(prompt, chat), params))
-                self._inbox[ids[-1]] = deque()
+                ids.append(self._add(self._ids_of(prompt, chat), params, deque()))
             for request_id in ids:
                 parts = [*self._wait_for(request_id)]
-                text = "".join(part.text for part in parts)
-                outputs.append(replace(parts[-1], text=text, token_ids=[t for part in parts for t in part.token_ids]))
+                for index in range(max(part.index for part in parts) + 1):
+                    outputs.append(joined([part for part in parts if part.index == index]))
         finally:
             for request_id in ids:
-                self.abort(request_id)
+                self._forget(request_id)
         return outputs
 
     def hidden_states(self, token_ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -301,9 +401,8 @@ class LLM:
 
         `logits` turns rows into predictions of the next token. Raises EngineError for non-finite numbers.
         """
-        request_id = self.add_request(token_ids, keep_hidden=True)
-        request = self._requests[request_id]
-        self._inbox[request_id] = deque()
+        request_id = self._add(token_ids, None, deque(), keep_hidden=True)
+        request = self._requests[request_id][0]
         position = 0
         try:
             while request_id in self._requests:
@@ -315,7 +414,7 @@ class LLM:
             if request.error:
                 raise EngineError(request.error)
         finally:
-            self.abort(request_id)
+            self._forget(request_id)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> logits [rows, vocab], float32; rows are best given LOGIT_SLICE at a time."""

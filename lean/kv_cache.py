@@ -1,11 +1,12 @@
 """The cache's tensors: one uint8 arena per pool, block-major, and the metadata that a step's attention reads."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from lean.block_manager import BlockManager
+from lean.block_manager import BlockCopy, BlockManager
 from lean.cache_groups import CacheGroup, CachePlan, CacheSize
 from lean.kernels.ops import LayerPool
 
@@ -48,6 +49,11 @@ class KVCache:
             for layer in group.layers:
                 exact = None if group.exact_pool is None else self._share(group.exact_pool, layer)
                 self.layers[layer] = LayerCache(group, self._share(group.pool, layer), exact)
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy whole blocks within their pools, in order."""
+        for copy in copies:
+            self.arenas[copy.pool][copy.target] = self.arenas[copy.pool][copy.source]
 
     def _share(self, pool: int, layer: int) -> LayerPool:
         spec = self.plan.pools[pool]

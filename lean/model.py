@@ -19,7 +19,7 @@ from lean.errors import ModelError, RequestError, one_line
 from lean.gguf import load_gguf_tokenizer
 from lean.hub import ModelSource
 from lean.quant.codecs import RAW_DTYPES
-from lean.request import SamplingParams
+from lean.sampling_params import SamplingParams
 
 log = logging.getLogger("lean")
 T = TypeVar("T")
@@ -256,15 +256,16 @@ class LoadedModel:
 
 
 def _generation_defaults(source: ModelSource) -> tuple[set[int], dict[str, Any]]:
-    """(end-of-sequence ids, sampling defaults) of generation_config.json; sampling only where it says do_sample."""
+    """(end-of-sequence ids, sampling defaults) of generation_config.json; chance only where it says do_sample."""
     path = source.folder / "generation_config.json"
     if source.gguf_file is not None or not path.is_file():
         return set(), {}
     raw = _attempt(f"cannot read {path}", json.loads, path.read_text(encoding="utf-8"))
-    defaults = {}
+    keys = ["repetition_penalty"]
     if raw.get("do_sample"):
-        defaults = {key: raw[key] for key in ("temperature", "top_p", "top_k") if raw.get(key) is not None}
-        defaults.setdefault("temperature", 1.0)
+        keys += ["temperature", "top_p", "top_k", "min_p"]
+        raw["temperature"] = 1.0 if raw.get("temperature") is None else raw["temperature"]
+    defaults = {key: raw[key] for key in keys if raw.get(key) is not None}
     try:
         SamplingParams(**defaults)
     except RequestError as error:

@@ -1,39 +1,224 @@
-"""Prompt text to token ids."""
+"""Prompts and conversations to token ids.
+
+In a chat only the template writes control tokens: where a message spells one, it stays text. A raw prompt has no such
+protection; there the special tokens that the text spells become control tokens, which is what raw mode is for.
+"""
 
 import logging
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from lean.errors import EMPTY_PROMPT, RequestError, one_line
 
 log = logging.getLogger("lean")
 
+Message = Mapping[str, str]
+ROLES = ("system", "user", "assistant")
+
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool | None = None) -> list[int]:
     """Token ids of a prompt.
 
     Args:
-        chat: put the text into the model's chat template; None does where there is one.
+        chat: put the text into the model's chat template; None does where there is one. Otherwise it is raw: special
+            tokens in the text become control tokens.
 
     Raises:
         RequestError: an empty prompt, text that is no UTF-8, a chat without a template, or a template that fails.
     """
     if not prompt:
         raise RequestError(EMPTY_PROMPT)
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError:
-        raise RequestError("the prompt is not valid text: it holds bytes that are no UTF-8") from None
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if chat and not has_template:
-        raise RequestError("the model has no chat template: use --no-chat to complete the text as it is")
-    if has_template and chat is not False:
-        turns = [{"role": "user", "content": prompt}]
-        try:
-            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # whatever the model's own template raises
-            raise RequestError(f"the chat template cannot render this: {one_line(error)}; try --no-chat") from None
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes its own BOS
+    if not _is_utf8(prompt):
+        raise RequestError("the prompt is not valid text: it holds bytes that are no UTF-8")
+    if chat or (chat is None and _has_template(tokenizer)):
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
     ids = list(tokenizer(prompt)["input_ids"])
     if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
         log.warning("the prompt begins with %s and the tokenizer adds another one", tokenizer.bos_token)
     return ids
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a whole conversation, up to where the model's next answer begins.
+
+    Of a message, the template sees role (system, user or assistant) and content (text). The template writes the BOS.
+
+    Raises:
+        RequestError: a message of another shape, no template, a template that fails, or one that hides where a
+            content with a control token's text went.
+    """
+    return _encode(tokenizer, _checked(tokenizer, messages))
+
+
+def encode_next_turn(tokenizer: Any, messages: Sequence[Message], last_token_ids: Sequence[int]) -> list[int]:
+    """Token ids to append to a conversation whose earlier tokens stay as they are.
+
+    These are what the template writes between the assistant's last content and the next answer.
+
+    Args:
+        messages: the whole conversation; its last two are the assistant's answer and the new user message.
+        last_token_ids: what the answer ended with as generated, the last few ids or all. An end-of-turn token among
+            them is not written again; an answer that was cut short gets one.
+
+    Raises:
+        RequestError: as `encode_chat`, or a template that does not write the last answer exactly once.
+    """
+    turns = _checked(tokenizer, messages)
+    if [turn["role"] for turn in turns[-2:]] != ["assistant", "user"]:
+        raise RequestError("a next turn needs the assistant's answer and a user message as the last two messages")
+    answer = turns[-2]["content"] = _mark()  # stands for it, so that it does not matter what the template would trim
+    ids = _encode(tokenizer, turns, after=answer)
+    if last_token_ids and last_token_ids[-1] in ids:
+        end = ids.index(last_token_ids[-1])
+        is_control = ids[end] in _control_tokens(tokenizer).values()
+        if is_control and not tokenizer.decode(ids[:end]).strip():  # some templates put a space before it
+            return ids[end + 1 :]
+    return ids
+
+
+def _has_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _checked(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Role and content of each message, in a list that is ours to change."""
+    if not _has_template(tokenizer):
+        raise RequestError("the model has no chat template: use --no-chat to complete the text as it is")
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise RequestError(f"a conversation is a list of messages, not {type(messages).__name__}")
+    if not messages:
+        raise RequestError("the conversation is empty: give at least one message")
+    turns = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise RequestError(f"{where} must be a mapping with role and content, not {type(message).__name__}")
+        for key in ("role", "content"):
+            if key not in message:
+                raise RequestError(f"{where} has no {key}")
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise RequestError(f"{where} has the role {one_line(repr(role), 40)}: it must be one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise RequestError(f"{where}: the content must be text, not {type(content).__name__}")
+        if not _is_utf8(content):
+            raise RequestError(f"{where}: the content is not valid text: it holds bytes that are no UTF-8")
+        turns.append({"role": role, "content": content})
+    return turns
+
+
+def _encode(tokenizer: Any, turns: list[dict[str, str]], after: str = "") -> list[int]:
+    """Ids of the rendered conversation, or of what it has after the only occurrence of ``after``."""
+    text = _render(tokenizer, turns)
+    if after and text.count(after) != 1:
+        raise RequestError("the chat template cannot continue a conversation: it does not write the last answer once")
+    start = text.index(after) + len(after)
+    tokens = [token for token in _control_tokens(tokenizer) if token in text]
+    spelled = {index: token for index, turn in enumerate(turns) for token in tokens if token in turn["content"]}
+    spans = _content_spans(tokenizer, turns, list(spelled), text) if spelled else []
+    if spans is None:
+        index, token = next(iter(spelled.items()))
+        raise RequestError(
+            f"messages[{index}] holds {one_line(token)}, a control token, and the chat template changes contents so "
+            "that it cannot be kept apart from the template's own: leave it out"
+        )
+    bounds = [start, *(cut for cut in _cuts(text, spans, tokens) if cut > start), len(text)]
+    ids: list[int] = []
+    for begin, end in pairwise(bounds):
+        ids += _piece_ids(tokenizer, text[begin:end], continues=begin > 0)
+    return ids
+
+
+def _render(tokenizer: Any, turns: list[dict[str, str]]) -> str:
+    try:
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # whatever the model's own template raises
+        raise RequestError(f"the chat template cannot render this: {one_line(error)}; try --no-chat") from None
+
+
+def _control_tokens(tokenizer: Any) -> dict[str, int]:
+    """Added tokens, special or not. Those of white space alone are vocabulary (Gemma's newlines, GPT-NeoX's indents),
+    and one of a single character cannot be kept from the tokenizer."""
+    added = tokenizer.get_added_vocab().items()
+    return {token: index for token, index in added if len(token) > 1 and token.replace("▁", " ").strip()}
+
+
+def _mark() -> str:
+    """A word that no message can hold and no template changes."""
+    return f"x{secrets.token_hex(16)}"
+
+
+def _content_spans(
+    tokenizer: Any, turns: list[dict[str, str]], indices: list[int], text: str
+) -> list[tuple[int, int]] | None:
+    """Where in the rendered ``text`` the contents of the turns ``indices`` are; None if that cannot be known.
+
+    A rendering with marks for these contents gives what lies around them. What a content became is then what comes
+    between in a rendering that shows it and has marks for its neighbours: nothing in it can pass for its surroundings.
+    """
+    mark = _mark()
+
+    def render(shown: set[int]) -> str:
+        marked = [dict(turn) for turn in turns]
+        for index in set(indices) - shown:
+            marked[index]["content"] = f"{mark}{index:06}"
+        return _render(tokenizer, marked)
+
+    try:
+        parts = re.split(f"({mark}\\d{{6}})", render(set()))  # surroundings, mark, surroundings, ..., surroundings
+        order = {place: int(parts[place][-6:]) for place in range(1, len(parts), 2)}
+        places = list(order)
+        if len(set(order.values())) < len(order):
+            return None
+        whole = parts.copy()
+        for shown in (places[::2], places[1::2]):
+            rendered = render({order[place] for place in shown})
+            assembled = parts.copy()
+            for place in shown:
+                left = parts[place - 2] if place > 1 else ""
+                right = parts[place + 2] if place + 2 < len(parts) else ""
+                begin = rendered.find(left) + len(left) + len(parts[place - 1])
+                end = (rendered.find(right) if right else len(rendered)) - len(parts[place + 1])
+                assembled[place] = whole[place] = rendered[begin:end]
+            if "".join(assembled) != rendered:
+                return None
+    except RequestError:  # a template that wants certain contents
+        return None
+    if "".join(whole) != text:
+        return None
+    ends = list(accumulate(map(len, whole)))
+    return [(ends[place - 1], ends[place]) for place in places]
+
+
+def _cuts(text: str, spans: list[tuple[int, int]], tokens: list[str]) -> list[int]:
+    """Where to cut so that no token's text that overlaps a span stays whole, and every other one does."""
+    cuts = set()
+    for start, end in spans:
+        for token in tokens:
+            at = text.find(token, max(0, start - len(token) + 1), end + len(token) - 1)
+            while at >= 0:
+                cuts.add(max(at + 1, start))
+                at = text.find(token, at + 1, end + len(token) - 1)
+    return sorted(cuts)
+
+
+def _piece_ids(tokenizer: Any, text: str, continues: bool) -> list[int]:
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    if continues:  # SentencePiece puts a space before every text it is given; here it goes before the newline
+        newline, joined = ids("\n"), ids("\n" + text)
+        if joined[: len(newline)] == newline:
+            return joined[len(newline) :]
+    return ids(text)

@@ -9,6 +9,7 @@ from lean.errors import ConfigError
 
 if TYPE_CHECKING:
     from lean.engine import LLM
+    from lean.request import RequestOutput
 
 
 def start_up_line(llm: "LLM") -> str:
@@ -51,6 +52,58 @@ def kv_report(llm: "LLM") -> dict[str, Any]:
         "bytes_if_bf16": use.bytes_if_bf16,
         "pools": [asdict(pool) for pool in use.pools],
     }
+
+
+def answer_report(llm: "LLM", outputs: "list[RequestOutput]", times: list[float]) -> dict[str, Any]:
+    """The object of ``run --json``. ``times``: seconds from the start to each output."""
+    from lean.output import joined
+
+    indices = range(max(output.index for output in outputs) + 1)
+    answers = [joined([output for output in outputs if output.index == index]) for index in indices]
+    first = answers[0]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    ttft, decode = times[0], times[-1] - times[0]
+    report: dict[str, Any] = {
+        "text": first.text,
+        "token_ids": first.token_ids,
+        "finish_reason": first.finish_reason,
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": tokens,
+        "kv": kv_report(llm),
+        "timing": {
+            "load_s": round(llm.load_s, 3),
+            "ttft_s": round(ttft, 4),
+            "prefill_tok_s": round(first.prompt_tokens / ttft, 2),
+            "decode_tok_s": round((tokens - len(answers)) / decode, 2) if tokens > len(answers) else None,
+        },
+        "kernels": llm.kernels,
+    }
+    if first.logprobs is not None:
+        report["logprobs"] = [asdict(entry) for entry in first.logprobs]
+    if first.prompt_logprobs is not None:
+        report["prompt_logprobs"] = [entry and asdict(entry) for entry in first.prompt_logprobs]
+    if len(answers) > 1:
+        report["choices"] = [
+            {
+                "index": answer.index,
+                "text": answer.text,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+            }
+            for answer in answers
+        ]
+    return report
+
+
+def closing_line(report: dict[str, Any]) -> str:
+    """What an answer took, in one line."""
+    kv, timing = report["kv"], report["timing"]
+    speed = f", then {timing['decode_tok_s']:.1f} tokens/s" if timing["decode_tok_s"] else ""
+    return (
+        f"{report['prompt_tokens']} prompt + {report['completion_tokens']} new tokens ({report['finish_reason']}); "
+        f"first after {timing['ttft_s']:.2f} s{speed}; KV {mib(kv['bytes_held'])} held for {kv['tokens_held']} tokens "
+        f"(bf16 without blocks: {mib(kv['bytes_if_bf16'])})"
+    )
 
 
 def score_workspace_bytes(llm: "LLM") -> int:

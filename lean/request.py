@@ -1,68 +1,59 @@
 """A request: what is asked for, how far it is, what came out."""
 
-import math
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lean.config import DEFAULT_MAX_TOKENS
-from lean.errors import RequestError
+from lean.detokenizer import Detokenizer
+from lean.sampling_params import SamplingParams
+from lean.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from lean.sampler import Sampler, TokenLogprob
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen. None means: the model's own ``generation_config.json``, else greedy.
-
-    Attributes:
-        max_tokens: most tokens to generate; fewer where the model's length ends first.
-        temperature: 0 is greedy (the lowest id wins ties).
-        top_p: sample among the fewest tokens whose probability reaches top_p.
-        top_k: sample among the k likeliest; 0 is off.
-        seed: makes sampling repeatable; None draws one.
-        ignore_eos: go on after end-of-sequence tokens.
-    """
-
-    max_tokens: int = DEFAULT_MAX_TOKENS
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        def need(field: str, ok: bool, what: str) -> None:
-            if not ok:
-                raise RequestError(f"{field.replace('_', '-')} must be {what}, got {getattr(self, field)!r}")
-
-        def whole(value: object) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
-
-        def real(value: object) -> bool:
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-        t, p, k, seed = self.temperature, self.top_p, self.top_k, self.seed
-        need("max_tokens", whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of at least 1")
-        need("temperature", t is None or (real(t) and t >= 0), "a finite number of at least 0")
-        need("top_p", p is None or (real(p) and 0 < p <= 1), "above 0 and at most 1")
-        need("top_k", k is None or (whole(k) and k >= 0), "a whole number of at least 0")
-        need("seed", seed is None or (whole(seed) and 0 <= seed < 2**63), "a whole number from 0 to 2^63 - 1")
+__all__ = ["FinishReason", "Request", "RequestOutput", "SamplingParams"]
 
 
 @dataclass(eq=False)
 class Request:
-    """One sequence on its way through the engine. Written by the engine and the scheduler only."""
+    """One sequence on its way through the engine. Written by the engine and the scheduler only.
+
+    Attributes:
+        id: of this sequence, in order of arrival.
+        group: the id that the caller knows; ``index`` counts the n sequences of one group.
+        sampler, detokenizer, stop_strings: make tokens and text; None for a scoring request.
+        keep_hidden: scoring: every row's last hidden state is wanted, nothing is sampled.
+        siblings: sequences of the group that start as forks when the prompt is computed.
+        keep_cache: K/V stay in the cache after the end, for a request that continues this one.
+        continues: the kept sequence whose K/V this one may reuse.
+        num_computed_tokens: tokens whose K/V are in the cache.
+        num_cached_tokens: of these, how many were there before the request came.
+        prompt_logprobs: of the prompt's tokens so far, None for the first; empty where not asked for.
+    """
 
     id: int
     prompt_token_ids: list[int]
     params: SamplingParams
-    generator: torch.Generator | None = None  # None: greedy
-    keep_hidden: bool = False  # scoring: every row's last hidden state is wanted, nothing is sampled
+    group: int = -1
+    index: int = 0
+    sampler: Sampler | None = None
+    detokenizer: Detokenizer | None = None
+    stop_strings: StopStrings = field(default_factory=lambda: StopStrings(()))
+    keep_hidden: bool = False
+    siblings: list[Request] = field(default_factory=list)
+    keep_cache: bool = False
+    continues: int | None = None
     output_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0  # tokens whose K/V are in the cache
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     hidden: list[torch.Tensor] = field(default_factory=list)
+    num_hidden: int = 0  # rows given out so far; a preempted request computes them again
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -85,10 +76,16 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one step, or one whole generation, gave.
+    """What one step, or one whole generation, gave to one of a request's n sequences.
 
-    ``text`` and ``token_ids`` are new since the last output when streaming, everything otherwise. End-of-sequence
-    tokens are in ``token_ids`` but never in ``text``.
+    ``text``, ``token_ids`` and ``logprobs`` are new since the last output when streaming, everything otherwise. Tokens
+    that end a sequence are in ``token_ids`` but never in ``text``; nor is a stop string.
+
+    Attributes:
+        index: which of the n sequences.
+        cached_tokens: prompt tokens whose K/V were reused from an earlier request.
+        logprobs: one per token id, None where not asked for.
+        prompt_logprobs: one per prompt token, None for the first, in the first output of a sequence; else None.
     """
 
     request_id: int
@@ -97,3 +94,7 @@ class RequestOutput:
     prompt_tokens: int
     finish_reason: FinishReason | None = None
     error: str | None = None
+    index: int = 0
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -50,6 +50,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, chunks: list[Chunk]) -> torch.Tensor:
         """Write the chunks' K/V and return the last hidden state of every row, [num_tokens, hidden_size]."""
+        self._cache.copy(self._manager.copies)
+        self._manager.copies.clear()
         batch = self._batch(chunks)
         ids = [token for chunk in chunks for token in chunk.token_ids]
         with self._products():

@@ -1,28 +1,152 @@
-"""From logits to a token id."""
+"""From logits to a token id, and to log-probabilities."""
+
+import hashlib
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from lean.request import SamplingParams
+from lean.errors import EngineError
+from lean.sampling_params import SamplingParams
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
-    """Choose one id. ``logits``: float32 [vocab], rows of padding at -inf. Greedy takes the lowest id among ties.
+class Sampler:
+    """Chooses the tokens of one sequence.
 
-    Top-k and top-p look at the tempered distribution, as transformers and vLLM do; top-k keeps all ties of the k-th.
+    Order: logit_bias, repetition penalty (prompt and output), presence and frequency penalty (output only); then the
+    argmax, or temperature, top-k, top-p, min-p and one draw. It is that of vLLM and transformers.
+
+    Draws are made from random numbers of the sequence's own, seeded from SHA-256 of (seed, index, prompt token ids):
+    the same prompt with the same seed and index always gets the same ones, whatever else is in the batch; other
+    prompts under the same seed, and the siblings of one prompt (index 0 .. n-1), get independent ones.
+
+    Args:
+        params: with the model's defaults filled in; what is still None is off. Keys of logit_bias are below the
+            vocabulary's size.
+        prompt_token_ids: read at the first `sample`, not copied.
+        index: which of the prompt's n sequences this is.
     """
-    if not params.temperature or generator is None:
-        return int(logits.argmax())
-    # Subtract the maximum first: a tiny temperature then gives -inf and 0, never inf - inf.
-    scaled = (logits.double() - logits.max().double()) / params.temperature
-    if params.top_k and params.top_k < scaled.numel():
-        scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -torch.inf)
-    probs = torch.softmax(scaled, dim=-1)
-    if params.top_p is not None and params.top_p < 1:
-        ordered, order = probs.sort(descending=True, stable=True)
-        beyond = ordered.cumsum(0) - ordered >= params.top_p
-        probs = probs.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), 0.0)
-    # Inverse transform on one uniform number: independent of vocabulary padding and of torch's multinomial.
-    cumulative = probs.cumsum(0)
-    draw = torch.rand((), dtype=torch.float64, generator=generator).to(probs.device) * cumulative[-1]
-    choice = int(torch.searchsorted(cumulative, draw, right=True))
-    return choice if choice < probs.numel() else int(probs.nonzero()[-1])
+
+    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], index: int = 0) -> None:
+        self._params = params
+        self._prompt_token_ids = prompt_token_ids
+        self._temperature = params.temperature or 0.0
+        self._repetition_penalty = params.repetition_penalty or 1.0
+        self._random: random.Random | None = None  # None: greedy
+        if self._temperature:
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            text = f"{seed} {index} {' '.join(map(str, prompt_token_ids))}"
+            # torch's CPU generator keeps 32 bits of its seed; this one keeps them all.
+            self._random = random.Random(int.from_bytes(hashlib.sha256(text.encode()).digest()))
+        self._counts: dict[int, int] | None = {} if params.presence_penalty or params.frequency_penalty else None
+        # Made with the first logits, then changed by one element per token.
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None  # ids, what is added to each
+        self._seen: torch.Tensor | None = None  # [vocab] bool: in the prompt or the output
+        self._penalty: torch.Tensor | None = None  # [vocab] presence and frequency penalty as of now
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor) -> int:
+        """Choose the next id. ``logits``: float32 or float64 [vocab], rows of padding at -inf; left as they are."""
+        scores = self._penalized(logits)
+        token = self._draw(scores, self._random) if self._random else int(scores.argmax())
+        self._record(token)
+        return token
+
+    def _penalized(self, logits: torch.Tensor) -> torch.Tensor:
+        bias, repetition = self._params.logit_bias, self._repetition_penalty
+        if not bias and repetition == 1 and self._counts is None:
+            return logits
+        scores = logits.to(torch.float64, copy=True)
+        if bias:
+            if self._bias is None:
+                ids = torch.tensor(list(bias), device=scores.device)
+                self._bias = ids, scores.new_tensor(list(bias.values()))
+            scores.index_add_(0, *self._bias)
+        if repetition != 1:
+            if self._seen is None:
+                self._seen = torch.zeros_like(scores, dtype=torch.bool)
+                self._seen[torch.tensor(self._prompt_token_ids, dtype=torch.long, device=scores.device)] = True
+            # A penalty near 0 or infinity must not make an id impossible, nor several of them infinite.
+            limit = torch.finfo(scores.dtype).max
+            changed = torch.where(scores > 0, scores / repetition, scores * repetition).clamp_(-limit, limit)
+            scores = torch.where(self._seen & (scores > -torch.inf), changed, scores)
+        if self._counts is not None:
+            if self._penalty is None:
+                self._penalty = torch.zeros_like(scores)
+            scores -= self._penalty
+        return scores
+
+    def _record(self, token: int) -> None:
+        if self._seen is not None:
+            self._seen[token] = True
+        if self._counts is not None and self._penalty is not None:
+            count = self._counts[token] = self._counts.get(token, 0) + 1
+            self._penalty[token] = self._params.presence_penalty + self._params.frequency_penalty * count
+
+    def _draw(self, scores: torch.Tensor, numbers: random.Random) -> int:
+        params = self._params
+        # Subtract the maximum first: a tiny temperature then gives -inf and 0, never inf - inf.
+        scaled = (scores.double() - scores.max().double()) / self._temperature
+        possible = scaled > -torch.inf
+        if params.top_k and params.top_k < scaled.numel():
+            possible &= scores >= scores.topk(params.top_k).values[-1]
+        ids = possible.nonzero()[:, 0]  # always ascending: near-ties that swap places then hardly move a draw
+        probs = torch.softmax(scaled[ids], dim=-1)
+        if params.top_p is not None and params.top_p < 1:
+            # Only what may be kept is sorted: the ids below this bound hold less than 1 - top_p all together.
+            likely = probs >= (1 - params.top_p) / (2 * len(probs))
+            ids, probs = ids[likely], probs[likely]
+            ordered, order = probs.sort(descending=True, stable=True)
+            within = ordered.cumsum(0) - ordered < params.top_p
+            kept = torch.zeros_like(within).scatter_(0, order, within)
+            ids, probs = ids[kept], probs[kept]
+        kept = (probs > 0) & (probs >= (params.min_p or 0) * probs.max())
+        ids, probs = ids[kept], probs[kept]
+        # Inverse transform on one uniform number: independent of vocabulary padding and of torch's multinomial.
+        cumulative = probs.cumsum(0)
+        choice = torch.searchsorted(cumulative, cumulative[-1] * numbers.random(), right=True)
+        return int(ids[choice.clamp_(max=len(ids) - 1)])
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's log-probability (natural logarithm), and the likeliest tokens in its place.
+
+    ``top`` holds (id, log-probability), descending, the lowest id first among ties.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Log-probabilities of one token per row, and of the ``top`` likeliest of the row.
+
+    They are the model's own: of the raw logits, before bias, penalties and temperature (U09), computed in float32 or
+    better. Ids at -inf, rows of padding, are never among ``top``, which may thus be shorter than asked.
+
+    Raises:
+        EngineError: a token in ``token_ids`` has no finite log-probability in its row.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logprobs = torch.log_softmax(logits, dim=-1)
+    likeliest: list[list[tuple[int, float]]] = [[] for _ in token_ids]
+    top = min(top, logits.shape[-1])
+    if top:
+        # By logit, as greedy ranks them: two logits may round to one log-probability. topk orders ties at random.
+        least = logits.topk(top, dim=-1).values[:, -1:]
+        candidates = (logits >= least) & (logits > -torch.inf)
+        found = zip(candidates.nonzero().tolist(), logits[candidates].tolist(), logprobs[candidates].tolist())
+        ranked: list[list[tuple[float, int, float]]] = [[] for _ in token_ids]
+        for (row, token), logit, logprob in found:
+            ranked[row].append((-logit, token, logprob))
+        likeliest = [[(token, logprob) for _, token, logprob in sorted(row)[:top]] for row in ranked]
+    ids = torch.tensor(token_ids, dtype=torch.long, device=logits.device)
+    chosen = logprobs.gather(1, ids[:, None])[:, 0]
+    if not bool(chosen.isfinite().all()):
+        bad = token_ids[int(chosen.isfinite().logical_not().nonzero()[0])]
+        raise EngineError(f"token {bad} has no finite log-probability: it is no token of this model")
+    return [TokenLogprob(*row) for row in zip(token_ids, chosen.tolist(), map(tuple, likeliest))]

@@ -204,7 +204,7 @@ def test_no_pool_runs_dry_whatever_the_schedule(data):
         num_blocks=draw(st.integers(1, 30)),
         max_num_seqs=draw(st.integers(1, 5)),
         prefill_chunk=draw(st.integers(1, 60)),
-        max_num_batched_tokens=draw(st.integers(1, 60)),
+        max_num_batched_tokens=draw(st.integers(5, 60)),
     )
     if config.kv_dtype == "int8":
         config = replace(config, kv_residual_length=draw(st.integers(0, 40)))
@@ -226,10 +226,11 @@ def test_no_pool_runs_dry_whatever_the_schedule(data):
         assert chunks
         assert sum(chunk.end - chunk.start for chunk in chunks) <= config.max_num_batched_tokens
         for chunk in chunks:
+            scheduler.advance(chunk)
             if chunk.completes:
                 chunk.request.output_token_ids.append(0)
                 if len(chunk.request.output_token_ids) == chunk.request.params.max_tokens or draw(st.booleans()):
                     scheduler.finish(left.pop(chunk.request.id), "stop")
-            scheduler.advance(chunk)
         manager.check_integrity()
+    assert not scheduler.num_preemptions or any(not rule.bounded for rule in s.rules)
     assert all(pool.num_used == 0 for pool in manager.pools)

@@ -95,49 +95,6 @@ def test_every_default_is_accepted_and_frozen():
             setattr(config, field.name, None)
 
 
-def test_options_are_read_from_yaml(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(
-        "# comment\nkv_dtype: k8v4\nkv_memory: 1.5GiB\nmax_model_len: 4096\ndeterministic: true\nsinks: null\n"
-    )
-    expected = EngineConfig(kv_dtype="k8v4", kv_memory=3 * 2**29, max_model_len=4096, deterministic=True)
-    assert EngineConfig.from_yaml(file) == expected
-    file.write_text("")
-    assert EngineConfig.from_yaml(str(file)) == EngineConfig()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("kv_type: int8", ("kv_type", "kv_dtype")),
-        ("3: int8", ("3", "kv_dtype")),
-        ("block_size: '32'", ("block-size", "'32'")),
-        ("block_size: 31", ("block-size", "31")),
-        ("max_num_seqs: true", ("max-num-seqs",)),
-        ("max_num_seqs: 1.5", ("max-num-seqs", "1.5")),
-        ("max_num_seqs: null", ("max-num-seqs",)),
-        ("max_model_len: [1]", ("max-model-len",)),
-        ("deterministic: 1", ("deterministic",)),
-        ("kv_dtype: 8", ("kv-dtype",)),
-        ("kv_memory: lots", ("lots",)),
-        ("- kv_dtype", ("key: value",)),
-        ("kv_dtype: [", ("cannot read",)),
-        ("\x00", ("cannot read",)),
-    ],
-)
-def test_a_yaml_file_that_cannot_be_used_is_refused_with_its_fault(tmp_path, text, words):
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    message = refusal(EngineConfig.from_yaml, file)
-    assert all(word in message for word in (*words, file.name))
-
-
-def test_a_yaml_file_that_is_not_there_or_not_text_is_refused_by_name(tmp_path):
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
-    for name in ("missing", "binary", "."):
-        assert str(tmp_path / name) in refusal(EngineConfig.from_yaml, tmp_path / name)
-
-
 def test_formats_follow_kv_dtype_and_auto_follows_the_model():
     assert EngineConfig().formats(FP32) == (INT8, INT8)
     assert EngineConfig(kv_dtype="auto").formats(FP32) == (FP32, FP32)

@@ -94,7 +94,7 @@ def test_the_number_of_threads_changes_nothing(model, kind):
 
 
 def queue(llm: LLM, ids: list[int]) -> Request:
-    return llm._requests[llm.add_request(ids, keep_hidden=True)]
+    return llm._requests[llm.add_request(ids, keep_hidden=True)][0]
 
 
 @pytest.mark.parametrize("form", ["fp32", "int4 with residual", "k8v4 without residual"])
@@ -110,7 +110,7 @@ def test_a_request_alone_is_the_request_in_company_and_after_a_cancelled_one(mod
     llm.step()
     llm.abort(cancelled)
     while any(request.finish_reason is None for request in requests):
-        assert llm.step()
+        llm.step()
     for request, want in zip(requests, alone):
         assert not bits_differ(outputs(llm, torch.cat(request.hidden)), want)
 

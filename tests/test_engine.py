@@ -110,7 +110,9 @@ def test_a_request_can_be_aborted_at_any_phase_and_its_company_does_not_notice(e
     while llm._scheduler.has_work:
         found += llm.step()
     assert [token for out in found if out.request_id == ids[1] for token in out.token_ids] == expected.token_ids
-    assert {out.request_id for out in found if out.finish_reason} == {ids[1], ids[2]}
+    assert {out.request_id for out in found if out.finish_reason} == set(ids)
+    reasons = {out.request_id: out.finish_reason for out in found}
+    assert [reasons[request_id] for request_id in ids] == ["abort", "length", "length", "abort"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,12 +35,12 @@ class Course:
         chunks = self.scheduler.schedule()
         for chunk in chunks:
             request = chunk.request
+            self.scheduler.advance(chunk)
             if chunk.completes:
                 request.output_token_ids += [7] * (not request.keep_hidden)
                 if request.keep_hidden or len(request.output_token_ids) == request.params.max_tokens:
                     self.scheduler.finish(request, "length")
                     self.ended.append(request.id)
-            self.scheduler.advance(chunk)
         self.manager.check_integrity()
         return {chunk.request.id: (chunk.start, chunk.end) for chunk in chunks}
 
@@ -113,29 +113,58 @@ def test_no_more_than_max_num_seqs_run_at_once():
     assert course.ended == list(range(8))
 
 
-def test_a_request_is_admitted_only_when_its_longest_course_fits():
+def test_a_request_is_admitted_when_what_is_known_of_it_fits_beside_the_others():
     course = Course(num_blocks=8)
-    course.add(0, prompt=16, max_tokens=17)  # 32 tokens in the cache, 2 blocks
-    course.add(1, prompt=16, max_tokens=82)  # 97 tokens, 7 blocks: one too many beside the first
-    course.add(2, prompt=16, max_tokens=1)  # would fit, but waits for its turn
-    assert [list(course.step()) for _ in range(17)] == [[0]] * 17
-    assert list(course.step()) == [1, 2]
+    course.add(0, prompt=64, max_tokens=17)  # 4 blocks now
+    course.add(1, prompt=40, max_tokens=9)  # 3 blocks, and one more for each of the two: 9 in all
+    course.add(2, prompt=8, max_tokens=1)  # would fit, but waits for its turn
+    assert list(course.step()) == [0]
     course.run()
     assert course.ended == [0, 2, 1]
+    assert course.scheduler.num_preemptions == 0
+
+
+def test_when_the_cache_runs_dry_the_youngest_gives_way_and_comes_back_before_all_others():
+    course = Course(num_blocks=8, max_num_seqs=2)
+    requests = [course.add(index, prompt=40, max_tokens=60) for index in range(4)]  # 7 blocks each in the end
+    course.step()
+    course.step()
+    while not course.scheduler.num_preemptions:
+        assert list(course.step()) == [0, 1] or course.scheduler.num_preemptions
+    assert [request.id for request in course.scheduler.running] == [0]
+    assert [request.id for request in course.scheduler.waiting] == [1, 2, 3]
+    assert requests[1].num_computed_tokens == 0 < len(requests[1].output_token_ids)
+    assert course.manager.num_tokens(1) == 0
+    course.run()
+    assert course.ended == [0, 1, 2, 3]
+    assert all(request.num_tokens == 100 for request in requests)
+
+
+def test_a_preempted_request_computes_its_answer_again_with_its_prompt_and_then_goes_on():
+    course = Course(num_blocks=8, prefill_chunk=32)
+    course.add(0, prompt=60, max_tokens=40)
+    course.add(1, prompt=30, max_tokens=40)
+    steps = [step.get(1) for step in course.run()]
+    again = [chunk for chunk in steps if chunk][1:]
+    restart = again.index((0, 32))
+    length = again[restart - 1][1] + 1  # the token drawn last is part of it
+    assert again[restart + 1] == (32, length)
+    assert again[restart + 2] == (length, length + 1)
 
 
 def test_the_last_token_drawn_needs_no_slot():
     course = Course(num_blocks=8)
-    course.add(0, prompt=16, max_tokens=17)
-    course.add(1, prompt=16, max_tokens=81)  # 96 tokens, 6 blocks
-    assert list(course.step()) == [0, 1]
+    course.add(0, prompt=112, max_tokens=17)  # 128 tokens in the cache
+    assert course.step() == {0: (0, 112)}
     course.run()
 
 
 def test_what_can_never_fit_is_refused_with_both_numbers_and_the_flag():
     course = Course(model_length=200, num_blocks=8)
     message = refusal(course.add, 0, prompt=128)
-    assert all(word in message for word in ("128 tokens", "max-model-len is 128", "--max-model-len", "--kv-memory"))
+    words = ("128 tokens", "max-model-len is 128", "the model takes 200", "--max-model-len", "--kv-memory")
+    assert all(word in message for word in words)
+    assert "--max-model-len" not in refusal(Course(model_length=100).add, 0, prompt=100)  # nothing would raise that
     message = refusal(course.add, 0, prompt=120, max_tokens=10)  # 129 tokens in the cache
     assert all(word in message for word in ("9 cache blocks of 16", "there are 8", "--max-tokens", "--num-blocks"))
     refusal(course.add, 0, prompt=0)

@@ -1,0 +1,75 @@
+"""Options of a run: flags over a YAML file over the defaults, merged and checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lean.config import EngineConfig, parse_size
+from lean.errors import ConfigError, RequestError, one_line
+from lean.sampling_params import SamplingParams
+
+ENGINE_KEYS = tuple(item.name for item in fields(EngineConfig))
+SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
+
+
+@dataclass(frozen=True)
+class Options:
+    """A model's name (None: the default one), how the engine runs it, and how tokens are chosen."""
+
+    model: str | None
+    engine: EngineConfig
+    sampling: SamplingParams
+
+    @classmethod
+    def merge(cls, *layers: Mapping[str, Any]) -> Options:
+        """Later layers win. Keys are ``model`` and the fields of EngineConfig and SamplingParams.
+
+        Raises ConfigError or RequestError for impossible values and combinations.
+        """
+        values: dict[str, Any] = {}
+        for layer in layers:
+            values |= layer
+        if isinstance(values.get("kv_memory"), str):
+            values["kv_memory"] = parse_size(values["kv_memory"])
+        model = values.get("model")
+        if not isinstance(model, str | None):
+            raise ConfigError(f"model {one_line(model)} must be a name or a path")
+        engine = {key: values[key] for key in ENGINE_KEYS if key in values}
+        sampling = {key: values[key] for key in SAMPLING_KEYS if key in values}
+        return cls(model, EngineConfig(**engine), SamplingParams(**sampling))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Options:
+        """The options of a file over the defaults."""
+        return cls.merge(read_yaml(path))
+
+    def to_yaml(self) -> str:
+        """All options as a file that `read_yaml` takes; null where they are derived from the model and the machine."""
+        import yaml
+
+        sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.sampling).items()}
+        return yaml.safe_dump({"model": self.model, **asdict(self.engine), **sampling}, sort_keys=False)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The options of a YAML file, each possible by itself. Raises ConfigError, naming file and key."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold `key: value` lines")
+    known = ("model", *ENGINE_KEYS, *SAMPLING_KEYS)
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {one_line(key)!r}; known are {', '.join(known)}")
+    try:
+        Options.merge(values)
+    except (ConfigError, RequestError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return values

@@ -1,0 +1,125 @@
+"""SamplingParams: what is asked for beside the prompt, checked once."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lean.config import DEFAULT_MAX_TOKENS
+from lean.errors import RequestError, one_line
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. None means: the model's own ``generation_config.json``, else off.
+
+    Attributes:
+        max_tokens: most tokens to generate; fewer where the model's length ends first.
+        n: answers to the one prompt, each with randomness of its own.
+        logit_bias: token id -> what is added to its logit, -100 to 100; ids may be strings of digits, as in JSON.
+        repetition_penalty: positive logits of tokens in the prompt or the answer are divided by it, negative ones
+            multiplied (arXiv:1909.05858); 1 is off.
+        presence_penalty: subtracted from the logits of tokens in the answer, -2 to 2.
+        frequency_penalty: subtracted once for each time a token is in the answer, -2 to 2.
+        temperature: divides the logits; 0 is greedy (the lowest id wins ties) and leaves the four below unused.
+        top_k: sample among the k likeliest and all ties of the k-th; 0 is off.
+        top_p: sample among the fewest tokens whose probability reaches top_p; 1 is off.
+        min_p: sample among the tokens at least min_p times as likely as the likeliest; 0 is off.
+        seed: makes sampling repeatable, whatever else runs; None draws one. See `lean.sampler.Sampler`.
+        stop: text that ends the answer and is not part of it; kept as a tuple.
+        stop_token_ids: tokens that end the answer as end-of-sequence does; kept as a tuple.
+        ignore_eos: go on after end-of-sequence tokens.
+        logprobs: report each token's log-probability and those of so many likeliest ones; None reports nothing.
+        prompt_logprobs: the same for the tokens of the prompt.
+
+    What changes the logits is applied in the order above, from logit_bias to min_p, each to what the one before left.
+    Log-probabilities are the model's own, before all of it.
+
+    Raises:
+        RequestError: a value has no meaning; the message names the field.
+    """
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    n: int = 1
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        def need(name: str, ok: bool, what: str) -> None:
+            if not ok:
+                raise RequestError(f"{name.replace('_', '-')} must be {what}, got {_shown(getattr(self, name))}")
+
+        def need_count(name: str, least: int) -> None:
+            need(name, _whole(getattr(self, name), least), f"a whole number of at least {least}")
+
+        for name in ("max_tokens", "n"):
+            need_count(name, 1)
+        for name in ("top_k", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                need_count(name, 0)
+        t, p, m, r, seed = self.temperature, self.top_p, self.min_p, self.repetition_penalty, self.seed
+        need("temperature", t is None or (_real(t) and t >= 0), "a finite number of at least 0")
+        need("top_p", p is None or (_real(p) and 0 < p <= 1), "above 0 and at most 1")
+        need("min_p", m is None or (_real(m) and 0 <= m <= 1), "from 0 to 1")
+        need("repetition_penalty", r is None or (_real(r) and r > 0), "a finite number above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            need(name, _real(getattr(self, name)) and abs(getattr(self, name)) <= 2, "from -2 to 2")
+        need("seed", seed is None or (_whole(seed) and seed < 2**63), "a whole number from 0 to 2^63 - 1")
+        need("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
+
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        texts = _listed(stop) and all(isinstance(text, str) and text for text in stop)
+        need("stop", texts, "a string or a list of strings, none of them empty")
+        ids = self.stop_token_ids
+        need("stop_token_ids", _listed(ids) and all(map(_whole, ids)), "a list of token ids")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        if self.logit_bias is not None:
+            need("logit_bias", isinstance(self.logit_bias, Mapping), "a mapping of token ids to numbers")
+            object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+
+
+def _whole(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _real(value: object) -> bool:
+    """A finite number; whole ones beyond every float are none."""
+    limit = sys.float_info.max
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -limit <= value <= limit
+
+
+def _listed(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _shown(value: object) -> str:
+    try:
+        return one_line(repr(value))
+    except ValueError:  # Python refuses to write out integers of thousands of digits
+        return f"a {type(value).__name__} too long to show"
+
+
+def _read_bias(given: Mapping) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        if not _whole(token):
+            raise RequestError(f"logit-bias must have token ids as keys, got {_shown(key)}")
+        if token in bias:
+            raise RequestError(f"logit-bias must name each token once, got {_shown(key)} twice")
+        if not (_real(value) and abs(value) <= 100):
+            raise RequestError(f"logit-bias must be from -100 to 100, got {_shown(value)} for token {_shown(key)}")
+        bias[token] = float(value)
+    return bias
