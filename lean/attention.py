@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from lean.errors import ModelError
 from lean.kernels.ops import kv_write, paged_attention
 from lean.kv_cache import KVCache
+from lean.rotary import SinkTurn
 
 NAME = "lean"
 
@@ -28,6 +29,8 @@ class AttentionBatch:
         positions: int64 [num_tokens].
         slot_mapping: per pool, int64 [num_tokens], block id x block_size + slot, negative for padding.
         block_tables: per pool, int32 [num_seqs, max_blocks].
+        sink_turn: turns queries back for the sink keys; None where no row has lost a token to the window.
+        queries: the load-time self-test gets every layer's query here; None otherwise.
     """
 
     query_start_loc: torch.Tensor
@@ -35,6 +38,8 @@ class AttentionBatch:
     positions: torch.Tensor
     slot_mapping: tuple[torch.Tensor, ...]
     block_tables: tuple[torch.Tensor, ...]
+    sink_turn: SinkTurn | None = None
+    queries: dict[int, torch.Tensor] | None = None
 
 
 def lean_attention(
@@ -74,12 +79,15 @@ def lean_attention(
         unknown.append("dropout")
     if unknown:
         raise ModelError(f"its attention takes {', '.join(unknown)}, which lean does not compute")
-    if (sliding_window or 0) != group.window:
-        raise ModelError(f"layer {module.layer_idx} asks for window {sliding_window}, the cache has {group.window}")
+    if (sliding_window or 0) != layer.own_window:
+        raise ModelError(f"layer {module.layer_idx} asks for window {sliding_window}, the cache has {layer.own_window}")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     kv_write(layer.pool, k, v, attention_batch.slot_mapping[group.pool])
     if layer.exact is not None and group.exact_pool is not None:
         kv_write(layer.exact, k, v, attention_batch.slot_mapping[group.exact_pool])
+    if attention_batch.queries is not None:
+        attention_batch.queries[module.layer_idx] = q  # type: ignore[index]
+    turn = attention_batch.sink_turn if group.num_sink_tokens else None
     out = paged_attention(
         q,
         layer.pool,
@@ -89,6 +97,8 @@ def lean_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
         window=group.window,
+        num_sink_tokens=group.num_sink_tokens,
+        query_sink=None if turn is None else turn(q),
         exact=layer.exact,
         exact_block_tables=None if group.exact_pool is None else attention_batch.block_tables[group.exact_pool],
         residual_length=group.residual_length,

@@ -351,7 +351,8 @@ class _Progress:
         """``ended`` rows and ``tokens`` of this run, those of unfinished rows too."""
         now = time.perf_counter()
         seconds, done = now - self._started, self._skipped + ended
-        pace = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
+        rate = tokens / seconds if seconds else 0.0
+        pace = f", {rate:,.{0 if rate >= 10 else 1}f} tokens/s"
         if ended:
             pace += f", {_duration(seconds / ended * (self._total - done))} left"
         if self.bar:

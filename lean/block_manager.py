@@ -9,6 +9,7 @@ a copy first (copy on write).
 """
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,9 +95,10 @@ class BlockCopy:
 
 @dataclass
 class _Sequence:
-    tables: list[list[int]]  # per pool, one id per block of positions
+    tables: list[array]  # per pool, one id (int32) per block of positions
     num_tokens: int
     first_kept: list[int]  # per pool, blocks before it (sinks aside) are gone
+    num_evicted: list[int]  # per pool, how often its table names the null block
 
 
 class BlockManager:
@@ -112,13 +114,16 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.block_size)
 
+    def _empty(self) -> _Sequence:
+        return _Sequence([array("i") for _ in self.pools], 0, [0] * len(self.pools), [0] * len(self.pools))
+
     def _tail_is_shared(self, seq: _Sequence, pool: int) -> bool:
         """Whether the next token goes into a block that another sequence reads."""
         return seq.num_tokens % self.block_size > 0 and self.pools[pool].refs[seq.tables[pool][-1]] > 1
 
     def can_append(self, seq_id: int, num_tokens: int) -> bool:
         """Whether every pool has the blocks for ``num_tokens`` more tokens."""
-        seq = self._sequences.get(seq_id) or _Sequence([[] for _ in self.pools], 0, [])
+        seq = self._sequences.get(seq_id) or self._empty()
         need = self.blocks_for(seq.num_tokens + num_tokens) - self.blocks_for(seq.num_tokens)
         return all(pool.num_free >= need + self._tail_is_shared(seq, index) for index, pool in enumerate(self.pools))
 
@@ -131,7 +136,7 @@ class BlockManager:
             raise ValueError(f"sequence {seq_id}: no blocks for {num_tokens} more tokens")
         seq = self._sequences.get(seq_id)
         if seq is None:
-            seq = self._sequences[seq_id] = _Sequence([[] for _ in self.pools], 0, [0] * len(self.pools))
+            seq = self._sequences[seq_id] = self._empty()
         for index, (pool, table) in enumerate(zip(self.pools, seq.tables)):
             if self._tail_is_shared(seq, index):
                 shared, table[-1] = table[-1], pool.take()
@@ -146,7 +151,9 @@ class BlockManager:
         if child in self._sequences:
             raise ValueError(f"sequence {child} exists")
         seq = self._sequences[parent]
-        self._sequences[child] = _Sequence([list(table) for table in seq.tables], seq.num_tokens, list(seq.first_kept))
+        self._sequences[child] = _Sequence(
+            [table[:] for table in seq.tables], seq.num_tokens, list(seq.first_kept), list(seq.num_evicted)
+        )
         for pool, table in zip(self.pools, seq.tables):
             for block in table:
                 if block != NULL_BLOCK:
@@ -161,6 +168,7 @@ class BlockManager:
             for block_index in range(start, first):
                 pool.drop(table[block_index])
                 table[block_index] = NULL_BLOCK
+                seq.num_evicted[index] += 1
             seq.first_kept[index] = max(seq.first_kept[index], first)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
@@ -176,7 +184,9 @@ class BlockManager:
         for index, (pool, table) in enumerate(zip(self.pools, seq.tables)):
             while len(table) > self.blocks_for(num_tokens):
                 block = table.pop()
-                if block != NULL_BLOCK:
+                if block == NULL_BLOCK:
+                    seq.num_evicted[index] -= 1
+                else:
                     pool.drop(block)
             seq.first_kept[index] = min(seq.first_kept[index], len(table))
 
@@ -190,7 +200,7 @@ class BlockManager:
                 if block != NULL_BLOCK:
                     pool.drop(block)
 
-    def table(self, seq_id: int, pool: int) -> list[int]:
+    def table(self, seq_id: int, pool: int) -> array:
         """Block ids of a sequence in one pool, by position; the null block where evicted. Not to be changed."""
         return self._sequences[seq_id].tables[pool]
 
@@ -203,9 +213,7 @@ class BlockManager:
 
     def tokens_kept(self, pool: int) -> int:
         """Tokens whose block in this pool has not been evicted, of all sequences."""
-        return sum(
-            seq.num_tokens - self.block_size * seq.tables[pool].count(NULL_BLOCK) for seq in self._sequences.values()
-        )
+        return sum(seq.num_tokens - self.block_size * seq.num_evicted[pool] for seq in self._sequences.values())
 
     def check_integrity(self) -> None:
         """Every block is free or referenced exactly as often as tables name it. Raises AssertionError."""
@@ -214,6 +222,7 @@ class BlockManager:
             named = [0] * (pool.num_blocks + 1)
             for seq in self._sequences.values():
                 assert len(seq.tables[index]) == self.blocks_for(seq.num_tokens), "a table does not fit its tokens"
+                assert seq.tables[index].count(NULL_BLOCK) == seq.num_evicted[index], "evicted blocks are miscounted"
                 for block in seq.tables[index]:
                     named[block] += block != NULL_BLOCK
             assert named == pool.refs, f"pool {index}: references differ from the tables"

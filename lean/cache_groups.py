@@ -7,7 +7,10 @@ from lean.block_manager import PoolRule
 from lean.config import EngineConfig
 from lean.errors import ConfigError
 from lean.kernels.layout import KVLayout, blocks_for
+from lean.layer_formats import layer_formats
 from lean.quant.formats import BF16, KVFormat, describe
+
+ENDLESS = 2**31  # longest sequence where every layer has a window
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,18 @@ class PoolSpec:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share window, formats and residual. They own one pool, or two with a residual.
+    """Layers that share window, sinks, formats and residual. They own one pool, or two with a residual.
 
     Attributes:
         window: a token sees itself and the window - 1 tokens before it; 0: all.
+        num_sink_tokens: the first so many tokens are seen from beyond the window too.
         residual_length, num_exact_sinks: what is read from the exact pool; 0, 0 without a residual.
         pool, exact_pool: indices into the plan's pools.
     """
 
     layers: tuple[int, ...]
     window: int
+    num_sink_tokens: int
     residual_length: int
     num_exact_sinks: int
     pool: int
@@ -86,11 +91,31 @@ class CachePlan:
     groups: tuple[CacheGroup, ...]
     pools: tuple[PoolSpec, ...]
     block_size: int
-    k_format: KVFormat
-    v_format: KVFormat
-    residual_length: int
-    num_exact_sinks: int
     notes: tuple[str, ...] = ()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether every layer has a window: memory is then constant, however long a sequence."""
+        return all(group.window for group in self.groups)
+
+    @property
+    def formats(self) -> tuple[tuple[KVFormat, ...], tuple[KVFormat, ...]]:
+        """The K formats and the V formats in use, exact copies left out."""
+        layouts = [self.pools[group.pool].layouts[0] for group in self.groups]
+        k, v = ([layout.k_format for layout in layouts], [layout.v_format for layout in layouts])
+        return tuple(dict.fromkeys(k)), tuple(dict.fromkeys(v))
+
+    @property
+    def residual_length(self) -> int:
+        return max(group.residual_length for group in self.groups)
+
+    @property
+    def num_exact_sinks(self) -> int:
+        return max(group.num_exact_sinks for group in self.groups)
+
+    @property
+    def num_sink_tokens(self) -> int:
+        return max(group.num_sink_tokens for group in self.groups)
 
     @property
     def bytes_per_token(self) -> int:
@@ -108,65 +133,92 @@ class CachePlan:
     def bytes_at_bf16(self, num_tokens: int) -> int:
         """The same tokens in bf16, without blocks."""
         return sum(
-            min(num_tokens, pool.window or num_tokens) * pool.bytes_per_token_bf16
-            for pool in self.pools
-            if not pool.exact
+            min(num_tokens, group.window + group.num_sink_tokens if group.window else num_tokens)
+            * self.pools[group.pool].bytes_per_token_bf16
+            for group in self.groups
         )
 
 
-def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat) -> CachePlan:
-    """Group the layers of a model. ``dtype_format`` is the raw format of the model's dtype.
+@dataclass(frozen=True)
+class _Rule:
+    """What layers must share to be one group."""
 
-    Raises ConfigError where a head_dim does not fit the format.
-    """
-    k_format, v_format = config.formats(dtype_format)
-    residual_length, num_exact_sinks = config.residual(k_format.quantized or v_format.quantized)
-    for index, layer in enumerate(layers):
-        for name, fmt, dim in (("K", k_format, layer.k_dim), ("V", v_format, layer.v_dim)):
+    window: int
+    num_sink_tokens: int
+    k_format: KVFormat
+    v_format: KVFormat
+    residual_length: int
+    num_exact_sinks: int
+
+
+def _layer_rules(layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat) -> list[_Rule]:
+    """The rule of every layer. Raises ConfigError where a head_dim does not fit its format."""
+    formats = layer_formats(len(layers), config.kv_dtype, config.kv_layers, config.kv_skip_layers, dtype_format)
+    length, sinks = config.residual(any(fmt.quantized for pair in formats for fmt in pair))
+    rules = []
+    for index, (layer, (k, v)) in enumerate(zip(layers, formats)):
+        for name, fmt, dim in (("K", k, layer.k_dim), ("V", v, layer.v_dim)):
             if not fmt.supports(dim):
                 raise ConfigError(
                     f"layer {index}: {name} head_dim {dim} does not fit {fmt.name}, which needs a multiple of 8: "
                     "use --kv-dtype bf16 or fp32"
                 )
+        window = layer.window or config.window or 0
+        seen = sinks if window and not layer.window else 0
+        exact = length if k.quantized or v.quantized else 0
+        if window and window <= exact:  # nothing quantized would ever be read
+            k = v = dtype_format
+            exact = 0
+        rules.append(_Rule(window, seen, k, v, exact, sinks if exact else 0))
+    return rules
+
+
+def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat) -> CachePlan:
+    """Group the layers of a model. ``dtype_format`` is the raw format of the model's dtype. Raises ConfigError."""
+    rules = _layer_rules(layers, config, dtype_format)
     groups: list[CacheGroup] = []
     pools: list[PoolSpec] = []
-    notes: list[str] = []
 
-    def add_pool(members: list[int], k: KVFormat, v: KVFormat, window: int, sinks: int, exact: bool) -> int:
+    def add_pool(members: tuple[int, ...], k: KVFormat, v: KVFormat, window: int, sinks: int, exact: bool) -> int:
         layouts = tuple(
             KVLayout(k, v, layers[i].num_kv_heads, layers[i].k_dim, layers[i].v_dim, config.block_size) for i in members
         )
-        pools.append(PoolSpec(tuple(members), layouts, window, sinks, exact))
+        pools.append(PoolSpec(members, layouts, window, sinks, exact))
         return len(pools) - 1
 
-    for window in sorted({layer.window for layer in layers}):
-        members = [index for index, layer in enumerate(layers) if layer.window == window]
-        if window and window <= residual_length:
-            # Nothing quantized would ever be read.
-            pool = add_pool(members, dtype_format, dtype_format, window, 0, exact=False)
-            groups.append(CacheGroup(tuple(members), window, 0, 0, pool, None))
-            notes.append(
-                f"layers with window {window} stay {dtype_format.name}: the residual of {residual_length} covers them"
-            )
-            continue
-        pool = add_pool(members, k_format, v_format, window, 0, exact=False)
+    # Full attention first, then by window; among equals in order of the layers.
+    for rule in sorted(dict.fromkeys(rules), key=lambda rule: rule.window):
+        members = tuple(index for index, own in enumerate(rules) if own == rule)
+        # Sinks that are read exact need not stay in the quantized pool.
+        kept_sinks = 0 if rule.num_exact_sinks >= rule.num_sink_tokens else rule.num_sink_tokens
+        pool = add_pool(members, rule.k_format, rule.v_format, rule.window, kept_sinks, exact=False)
         exact_pool = None
-        if residual_length:
+        if rule.residual_length:
             # Exact copies lie in the rotated basis, so that both parts share one query and one accumulator.
-            k_exact = replace(dtype_format, rotate=k_format.rotate)
-            v_exact = replace(dtype_format, rotate=v_format.rotate)
-            exact_pool = add_pool(members, k_exact, v_exact, residual_length, num_exact_sinks, exact=True)
-        groups.append(CacheGroup(tuple(members), window, residual_length, num_exact_sinks, pool, exact_pool))
-    return CachePlan(
-        tuple(groups),
-        tuple(pools),
-        config.block_size,
-        k_format,
-        v_format,
-        residual_length,
-        num_exact_sinks,
-        tuple(notes),
+            k_exact = replace(dtype_format, rotate=rule.k_format.rotate)
+            v_exact = replace(dtype_format, rotate=rule.v_format.rotate)
+            exact_pool = add_pool(members, k_exact, v_exact, rule.residual_length, rule.num_exact_sinks, exact=True)
+        groups.append(
+            CacheGroup(
+                members,
+                rule.window,
+                rule.num_sink_tokens,
+                rule.residual_length,
+                rule.num_exact_sinks,
+                pool,
+                exact_pool,
+            )
+        )
+    wanted = layer_formats(len(layers), config.kv_dtype, config.kv_layers, config.kv_skip_layers, dtype_format)
+    covered = sorted(
+        {rule.window for rule, pair in zip(rules, wanted) if (rule.k_format, rule.v_format) != pair and rule.window}
     )
+    length, _ = config.residual(any(fmt.quantized for pair in wanted for fmt in pair))
+    notes = tuple(
+        f"layers with window {window} stay {dtype_format.name}: the residual of {length} covers them"
+        for window in covered
+    )
+    return CachePlan(tuple(groups), tuple(pools), config.block_size, notes)
 
 
 def _most_blocks_spanned(num_tokens: int, block_size: int) -> int:
@@ -207,7 +259,7 @@ def size_cache(
     """Give every pool its number of blocks.
 
     Args:
-        model_max_len: longest sequence the model itself can take.
+        model_max_len: longest sequence the model itself can take without a window.
         free_bytes: memory the device can give.
         share: the part of it that the cache may take where the configuration does not say.
 
@@ -215,8 +267,11 @@ def size_cache(
         ConfigError: the memory asked for is not there, holds less than one block, or less than max_model_len tokens.
     """
     wanted = config.max_model_len
+    model_max_len = ENDLESS if plan.bounded else model_max_len
     if wanted is not None and wanted > model_max_len:
-        raise ConfigError(f"max-model-len {wanted} exceeds the {model_max_len} positions of this model")
+        raise ConfigError(
+            f"max-model-len {wanted} exceeds the {model_max_len} positions of this model: a --window takes any length"
+        )
     budget = int(free_bytes * share) if config.kv_memory is None else config.kv_memory
     if budget > free_bytes:
         raise ConfigError(f"kv-memory {mib(budget)} exceeds the {mib(free_bytes)} that are free: lower --kv-memory")
@@ -234,7 +289,7 @@ def size_cache(
         )
     blocks = 0
     if not row_bytes and config.num_blocks is not None:
-        raise ConfigError("num-blocks has nothing to size: every layer of this model has a window of its own")
+        raise ConfigError("num-blocks has nothing to size: every layer has a window, and so memory enough")
     if row_bytes:
         needed = blocks_for(max_model_len, size)
         blocks = (budget - bounded_bytes) // row_bytes - 1 if config.num_blocks is None else config.num_blocks

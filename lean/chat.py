@@ -89,10 +89,12 @@ def talk(llm: "LLM", params: SamplingParams, console: "Console") -> None:
         raise RequestError("the model has no chat template: give a PROMPT to complete")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  line editing and history for input()
+    from lean.report import out_of_sight
+
     console.print("chat: /help lists the commands")
     chat = Conversation(llm, params)
     stats = {"turns": 0, "tokens": 0, "seconds": 0.0}
-    asked_to_leave = False
+    asked_to_leave = said = False
     while True:
         try:
             text = _read_message()
@@ -125,6 +127,10 @@ def talk(llm: "LLM", params: SamplingParams, console: "Console") -> None:
             console.print(f"unknown command {command}; /help lists them (begin a message with a space to send it)")
         else:
             _print_answer(chat, text, stats, console)
+            hidden = out_of_sight(llm, len(chat.token_ids))
+            if hidden and not said:
+                console.print(f"the conversation outgrows the window and goes on: {hidden}")
+                said = True
 
 
 def _read_message() -> str:
@@ -172,8 +178,9 @@ def _describe(chat: Conversation, stats: dict[str, Any]) -> str:
 
     use = chat.llm.stats()
     speed = f", {stats['tokens'] / stats['seconds']:.1f} tokens/s" if stats["seconds"] else ""
+    limit = "" if chat.llm.plan.bounded else f" of {chat.llm.size.max_model_len:,}"
     return (
-        f"{stats['turns']} turns, {len(chat.token_ids):,} tokens of {chat.llm.size.max_model_len:,}; last turn reused "
+        f"{stats['turns']} turns, {len(chat.token_ids):,} tokens{limit}; last turn reused "
         f"{chat.cached_tokens:,}; {stats['tokens']:,} generated{speed}; KV {mib(use.bytes_held)} held "
         f"(bf16 without blocks: {mib(use.bytes_if_bf16)})"
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 
 from lean.errors import ConfigError, one_line
 from lean.kernels.layout import BLOCK_SIZES
-from lean.quant.formats import NAMES, KVFormat, parse_kv_dtype
+from lean.layer_formats import parse_formats, parse_layers, read_ranges
+from lean.quant.formats import BF16, NAMES
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RESIDUAL_LENGTH = 64
@@ -46,12 +47,17 @@ class EngineConfig:
     Attributes:
         kv_dtype: format of the KV cache: a name of ``lean.quant.NAMES``, ``k=NAME,v=NAME``, or ``auto``, the model's
             own dtype.
+        kv_layers: formats of single layers and ranges, e.g. ``0-1:bf16,2-15:k8v4,16-:int4``; the others have kv_dtype.
+        kv_skip_layers: layers that stay in the model's own dtype, e.g. ``0,1,-1``; negative ones count from the end.
+        window: full-attention layers see only the last so many tokens and the sinks, in constant memory. Layers with a
+            window of their own keep it.
         kv_residual_length: the last so many tokens are read exact; 64 for quantized formats. 0 turns it off.
-        sinks: the first so many tokens are read exact too, where there is a residual; 4.
+        sinks: the first so many tokens stay visible for ever under a window, and are read exact too where there is a
+            residual; 4.
         block_size: tokens per block.
         num_blocks: usable blocks of each unbounded pool.
         kv_memory: bytes for all pools together.
-        max_model_len: longest sequence, prompt and answer together; the model's own.
+        max_model_len: longest sequence, prompt and answer together; the model's own, and without end under a window.
         prefill_chunk: most prompt tokens of one sequence in one step.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: most tokens of all sequences in one step; 512, or more where another option asks for it.
@@ -64,6 +70,9 @@ class EngineConfig:
     """
 
     kv_dtype: str = "int8"
+    kv_layers: str | None = None
+    kv_skip_layers: str | None = None
+    window: int | None = None
     kv_residual_length: int | None = None
     sinks: int | None = None
     block_size: int = 32
@@ -86,11 +95,12 @@ class EngineConfig:
         for item in fields(self):
             if not _is_of(getattr(self, item.name), str(item.type)):
                 refuse(item.name, f"must be {item.type}")
-        if self.kv_dtype != "auto":
-            try:
-                parse_kv_dtype(self.kv_dtype)
-            except ValueError as error:
-                raise ConfigError(f"{error} (or auto)") from None
+        parse_formats(self.kv_dtype, BF16)
+        for layers, name in read_ranges(self.kv_layers) if self.kv_layers else ():
+            parse_layers(layers)
+            parse_formats(name, BF16)
+        for layer in self.kv_skip_layers.split(",") if self.kv_skip_layers else ():
+            parse_layers(layer)
         if self.block_size not in BLOCK_SIZES:
             refuse("block_size", f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
         if self.dtype not in DTYPES:
@@ -99,6 +109,7 @@ class EngineConfig:
             if (getattr(self, field) or 0) < 0:
                 refuse(field, "must not be negative")
         for field in (
+            "window",
             "num_blocks",
             "kv_memory",
             "max_model_len",
@@ -123,26 +134,22 @@ class EngineConfig:
         """Most tokens of one step."""
         return self.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, self.prefill_chunk, self.max_num_seqs)
 
-    def formats(self, dtype_format: KVFormat) -> tuple[KVFormat, KVFormat]:
-        """(K format, V format); ``dtype_format`` stands in for ``auto``."""
-        return (dtype_format,) * 2 if self.kv_dtype == "auto" else parse_kv_dtype(self.kv_dtype)
-
     def residual(self, quantized: bool) -> tuple[int, int]:
-        """(residual length, exact sinks) for a cache that is ``quantized`` or not. Raises ConfigError."""
-        if not quantized:
-            for name, value in (("kv-residual-length", self.kv_residual_length), ("sinks", self.sinks)):
-                if value:
-                    raise ConfigError(
-                        f"{name} {value} has no meaning for kv-dtype {self.kv_dtype}, which is stored as is: "
-                        "leave it out or choose a quantized format"
-                    )
-            return 0, 0
+        """(residual length, sinks) of a cache that is ``quantized``, in part at least, or not. Raises ConfigError."""
+        if self.kv_residual_length and not quantized:
+            raise ConfigError(
+                f"kv-residual-length {self.kv_residual_length} has no meaning for kv-dtype {self.kv_dtype}, which is "
+                "stored as is: leave it out or choose a quantized format"
+            )
         length = DEFAULT_RESIDUAL_LENGTH if self.kv_residual_length is None else self.kv_residual_length
-        if length == 0 and self.sinks:
-            raise ConfigError(f"sinks {self.sinks} stay exact only beside a residual: give a --kv-residual-length")
-        if length == 0:
-            return 0, 0
-        return length, DEFAULT_SINKS if self.sinks is None else self.sinks
+        length = length if quantized else 0
+        if self.sinks and not length and not self.window:
+            raise ConfigError(
+                f"sinks {self.sinks} stay visible under a --window, or exact beside the --kv-residual-length of a "
+                "quantized format: give one of them"
+            )
+        sinks = DEFAULT_SINKS if self.sinks is None else self.sinks
+        return length, sinks if length or self.window else 0
 
 
 KV_DTYPE_HELP = f"KV cache format: {', '.join(NAMES)}, auto (the model's dtype), or k=NAME,v=NAME."

@@ -15,10 +15,10 @@ from lean.cache_groups import CacheSize, plan_cache, size_cache
 from lean.config import EngineConfig
 from lean.detokenizer import Detokenizer
 from lean.device import cache_share, choose_device, free_bytes
-from lean.errors import ConfigError, EngineError, ModelError, RequestError, one_line
+from lean.errors import ConfigError, EngineError, RequestError
 from lean.hub import ModelSource, resolve
 from lean.kernels.ops import backend
-from lean.kv_cache import CacheUse, CountedLayers, KVCache, cache_use
+from lean.kv_cache import CacheUse, KVCache, cache_use
 from lean.model import LoadedModel, ModelInfo, inspect_model, load_model
 from lean.output import draw, end, joined, score_prompt
 from lean.prompt import encode_chat, encode_prompt
@@ -28,6 +28,7 @@ from lean.runner import LOGIT_SLICE, Runner
 from lean.sampler import Sampler
 from lean.sampling_params import SamplingParams
 from lean.scheduler import Chunk, Scheduler
+from lean.selftest import try_layers, try_rotation
 from lean.stop_strings import StopStrings
 
 
@@ -75,13 +76,14 @@ class LLM:
         self.model = model
         self.size = self._size(info, device)
         self.notes = [*info.notes, *self.plan.notes]
-        wanted = config.max_model_len or info.max_position_embeddings
+        wanted = config.max_model_len or self.size.model_max_len
         if self.size.max_model_len < wanted:
             self.notes.append(f"max-model-len lowered from {wanted} to {self.size.max_model_len}: that is what fits")
-        self.notes += rotary.install(model.module, self.size.max_model_len, info.source.name)
+        length = min(self.size.max_model_len, info.max_position_embeddings)
+        self.notes += rotary.install(model.module, length, info.source.name)
         self._manager = BlockManager(self.size.rules, config.block_size)
         self._scheduler = Scheduler(config, self._manager, self.size)
-        self.cache = KVCache(self.plan, self.size, device)
+        self.cache = KVCache(self.plan, self.size, info.layers, device)
         self._runner = Runner(model, self.cache, self._manager, config.deterministic)
         self._ids = itertools.count()
         self._steps = 0
@@ -91,36 +93,15 @@ class LLM:
         self._outbox: list[RequestOutput] = []  # of all others, for the caller of `step`
         self._to_abort: deque[int] = deque()  # appended to by any thread
         self.peak_use = self.stats()
-        self._probe()
+        try_layers(self._runner, self._manager)
+        if config.window:
+            rotation = try_rotation(self._runner, self._manager)
+            self._runner.sink_rotary = rotation if self.plan.num_sink_tokens else None
         self.load_s = time.perf_counter() - started
 
     def _size(self, info: ModelInfo, device: torch.device) -> CacheSize:
         free, share = free_bytes(device), cache_share(device)
         return size_cache(self.plan, self.config, info.max_position_embeddings, free, share)
-
-    def _probe(self) -> None:
-        """Run two tokens, so that a model that does not fit fails here and not in somebody's request.
-
-        Every layer must come to lean's attention exactly once: a second call would overwrite the K/V of the first.
-        """
-        probe = Request(next(self._ids), [0, 0], SamplingParams())
-        name, layers = self.model.info.source.name, self.cache.layers
-        calls = self.cache.layers = CountedLayers(layers)
-        try:
-            self._manager.append(probe.id, 2)
-            self._runner.logits(self._runner.run([Chunk(probe, 0, 2, True)]))
-        except ModelError as error:
-            raise ModelError(f"{name}: {error}") from None
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise ModelError(f"{name}: cannot run on lean's cache: {one_line(error)}") from error
-        finally:
-            self.cache.layers = layers
-            self._manager.free(probe.id)
-        for layer in layers:
-            if calls.count[layer] != 1:
-                raise ModelError(f"{name}: layer {layer} attends {calls.count[layer]} times a step, lean serves once")
 
     # --- the seam for servers and evaluation ---
 
@@ -163,6 +144,8 @@ class LLM:
             if type(token) is not int or not 0 <= token < self.model.vocab_size:
                 raise RequestError(f"token id {token!r} is no integer from 0 to {self.model.vocab_size - 1}")
         params = self._resolve(params or SamplingParams(), len(ids))
+        if params.prompt_logprobs is not None and max(ids, default=0) >= self.model.token_limit:
+            raise RequestError(f"token id {max(ids)} is padding of the vocabulary and has no log-probability")
         if params.n > self.config.max_num_seqs:
             raise RequestError(f"n {params.n} exceeds max-num-seqs {self.config.max_num_seqs}: raise --max-num-seqs")
         if keep_cache and params.n > 1:

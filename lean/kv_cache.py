@@ -1,23 +1,27 @@
 """The cache's tensors: one uint8 arena per pool, block-major, and the metadata that a step's attention reads."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lean.block_manager import BlockCopy, BlockManager
-from lean.cache_groups import CacheGroup, CachePlan, CacheSize
+from lean.cache_groups import CacheGroup, CachePlan, CacheSize, LayerShape
 from lean.kernels.ops import LayerPool
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one attention layer needs to find its K/V: its group and its share of the group's pools."""
+    """What one attention layer needs to find its K/V: its group and its share of the group's pools.
+
+    ``own_window`` is the model's, 0 for full attention, whatever window the user put over it.
+    """
 
     group: CacheGroup
     pool: LayerPool
     exact: LayerPool | None
+    own_window: int
 
 
 class CountedLayers(dict[int, LayerCache]):
@@ -38,7 +42,7 @@ class KVCache:
     Memory is not cleared: nothing that was never written may ever matter.
     """
 
-    def __init__(self, plan: CachePlan, size: CacheSize, device: torch.device) -> None:
+    def __init__(self, plan: CachePlan, size: CacheSize, shapes: Sequence[LayerShape], device: torch.device) -> None:
         self.plan = plan
         self.arenas = [
             torch.empty(rule.num_blocks + 1, pool.block_bytes, dtype=torch.uint8, device=device)
@@ -48,7 +52,7 @@ class KVCache:
         for group in plan.groups:
             for layer in group.layers:
                 exact = None if group.exact_pool is None else self._share(group.exact_pool, layer)
-                self.layers[layer] = LayerCache(group, self._share(group.pool, layer), exact)
+                self.layers[layer] = LayerCache(group, self._share(group.pool, layer), exact, shapes[layer].window)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy whole blocks within their pools, in order."""

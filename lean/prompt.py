@@ -179,8 +179,6 @@ def _content_spans(
         parts = re.split(f"({mark}\\d{{6}})", render(set()))  # surroundings, mark, surroundings, ..., surroundings
         order = {place: int(parts[place][-6:]) for place in range(1, len(parts), 2)}
         places = list(order)
-        if len(set(order.values())) < len(order):
-            return None
         whole = parts.copy()
         for shown in (places[::2], places[1::2]):
             rendered = render({order[place] for place in shown})

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 def start_up_line(llm: "LLM") -> str:
     """One line: model, formats, bytes per token, how many fit, pools, kernels."""
-    from lean.quant import describe
-
     plan, size, info = llm.plan, llm.size, llm.model.info
     residual = ""
     if plan.residual_length:
         residual = f" + last {plan.residual_length} and first {plan.num_exact_sinks} tokens exact"
+    window = ""
+    if llm.config.window:
+        window = f", window {llm.config.window:,} + {plan.num_sink_tokens} sinks"
     pools = " + ".join(
         f"{mib((rule.num_blocks + 1) * pool.block_bytes)} {pool.name}"
         + (" exact" if pool.exact else "")
@@ -28,23 +29,36 @@ def start_up_line(llm: "LLM") -> str:
     )
     longest = size.max_model_len
     full, bf16 = plan.bytes_at(longest), plan.bytes_at_bf16(longest)
+    length = "any length" if plan.bounded else f"{longest:,} tokens"
+    fit = f"{llm.config.max_num_seqs} sequences fit" if plan.bounded else f"{size.num_tokens:,} tokens fit"
     mode = ", deterministic" if llm.config.deterministic else ""
+    formats = " and ".join(dict.fromkeys(pool.name for pool in plan.pools if not pool.exact))
     return (
         f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}; "
-        f"KV {describe(plan.k_format, plan.v_format)}{residual}, {plan.bytes_per_token:,} bytes/token; "
-        f"{mib(full)} at {longest:,} tokens (bf16 {mib(bf16)}, {bf16 / full:.2f}x); "
-        f"{size.num_tokens:,} tokens fit in {pools}; kernels: {llm.kernels}{mode}"
+        f"KV {formats}{residual}{window}, {plan.bytes_per_token:,} bytes/token; "
+        f"{mib(full)} at {length} (bf16 {mib(bf16)}, {bf16 / full:.2f}x); "
+        f"{fit} in {pools}; kernels: {llm.kernels}{mode}"
     )
+
+
+def out_of_sight(llm: "LLM", num_tokens: int) -> str | None:
+    """What the next token of a sequence of ``num_tokens`` no longer sees, in one line; None where it sees all."""
+    window, sinks = llm.config.window, llm.plan.num_sink_tokens
+    if not window or num_tokens < window + sinks:
+        return None
+    first = f"the first {sinks} and " if sinks else ""
+    return f"of {num_tokens:,} tokens only {first}the last {window:,} are visible now (--window)"
 
 
 def kv_report(llm: "LLM") -> dict[str, Any]:
     """The ``kv`` object of ``run --json``: what was held at the moment with the most tokens."""
     plan, use = llm.plan, llm.peak_use
+    k_formats, v_formats = plan.formats
     return {
-        "format_k": plan.k_format.name,
-        "format_v": plan.v_format.name,
+        "format_k": "/".join(fmt.name for fmt in k_formats),
+        "format_v": "/".join(fmt.name for fmt in v_formats),
         "residual": plan.residual_length,
-        "sinks": plan.num_exact_sinks,
+        "sinks": max(plan.num_exact_sinks, plan.num_sink_tokens),
         "block_size": plan.block_size,
         "bytes_per_token": plan.bytes_per_token,
         "tokens_held": use.tokens_held,

@@ -2,9 +2,14 @@
 
 transformers multiplies in float32, which at position 5,000,000 is off by 0.03. Frequencies and attention scaling stay
 the model's own; only the product, its cosine and its sine are taken in float64.
+
+Under a window the sinks come closer by what is gone between them and the window (StreamingLLM's in-cache positions,
+arXiv:2309.17453). Stored keys are never touched: rotations commute, so the query is turned back for the sink keys, by
+the bare angle and on the rotary dims only (`SinkRotary`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -52,8 +57,8 @@ def frequencies(module: torch.nn.Module, layer_type: str | None, max_model_len: 
     return inv_freq.double(), float(scaling)
 
 
-def _layout(module: torch.nn.Module, layer_type: str | None, name: str) -> tuple[Callable, bool]:
-    """(layout function, whether cos and sin come back wider than a bf16 input), found by trying the module."""
+def _layout(module: torch.nn.Module, layer_type: str | None, name: str) -> tuple[str, bool]:
+    """(name of the layout, whether cos and sin come back wider than a bf16 input), found by trying the module."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     inv_freq = getattr(module, f"{prefix}original_inv_freq")
     positions = torch.arange(1, 8, device=inv_freq.device)[None]
@@ -65,11 +70,11 @@ def _layout(module: torch.nn.Module, layer_type: str | None, name: str) -> tuple
         raise ModelError(f"{name}: rotary embedding {type(module).__name__} cannot be read ({error})") from None
     angle = positions[..., None].double() * getattr(module, f"{prefix}inv_freq").double()
     scaling = getattr(module, f"{prefix}attention_scaling")
-    for spread in _LAYOUTS.values():
+    for layout, spread in _LAYOUTS.items():
         want = spread(angle)
         pairs = ((cos, want.cos()), (sin, want.sin()))
         if all(a.shape == b.shape and torch.allclose(a.double(), b * scaling, atol=1e-5) for a, b in pairs):
-            return spread, narrow.dtype is torch.float32
+            return layout, narrow.dtype is torch.float32
     raise ModelError(f"{name}: rotary embedding {type(module).__name__} uses a layout that lean does not know")
 
 
@@ -92,10 +97,61 @@ def install(model: torch.nn.Module, max_model_len: int, name: str = "model") -> 
             if not all(same):
                 raise ConfigError(f"{name}: its rotary frequencies were fixed for another max-model-len, load it again")
             continue
-        spreads = {kind: _layout(module, kind, name) for kind in tables}
+        layouts = {kind: _layout(module, kind, name) for kind in tables}
         module.lean_tables = tables  # type: ignore[assignment]
+        module.lean_layouts = {kind: layout for kind, (layout, _) in layouts.items()}  # type: ignore[assignment]
+        spreads = {kind: (_LAYOUTS[layout], wide) for kind, (layout, wide) in layouts.items()}
         module.forward = _forward(tables, spreads)  # type: ignore[assignment]
     return notes
+
+
+@dataclass(frozen=True)
+class SinkTurn:
+    """Turns the query rows of one step back. ``cos``, ``sin``: [num_tokens, 1, rotary_dim / 2], float64."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    pairs: bool
+
+    def __call__(self, query: torch.Tensor) -> torch.Tensor:
+        """query [num_tokens, heads, head_dim] -> the same, turned; rows without a shift keep their bits."""
+        half = self.cos.shape[-1]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        cos, sin = self.cos.to(dtype), self.sin.to(dtype)
+        first, second = (
+            (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if self.pairs else (slice(0, half), slice(half, 2 * half))
+        )
+        a, b = query[..., first].to(dtype), query[..., second].to(dtype)
+        turned = query.clone()
+        turned[..., first] = (a * cos + b * sin).to(query.dtype)
+        turned[..., second] = (b * cos - a * sin).to(query.dtype)
+        return turned
+
+
+@dataclass(frozen=True)
+class SinkRotary:
+    """The rotation of the full-attention layers: ``inv_freq`` float64 [rotary_dim / 2], and how dims pair up."""
+
+    inv_freq: torch.Tensor
+    pairs: bool
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, name: str) -> "SinkRotary":
+        """Read it off a model whose rotary is lean's. Raises ModelError for one without a single rotary."""
+        modules = rotary_modules(model)
+        if len(modules) != 1:
+            raise ModelError(f"{name}: no rotary positions that lean could shift for the sinks, so no --window")
+        tables: dict = modules[0].lean_tables  # type: ignore[assignment]
+        layouts: dict = modules[0].lean_layouts  # type: ignore[assignment]
+        kind = None if None in tables else "full_attention"
+        if kind not in tables:
+            raise ModelError(f"{name}: no full-attention layers that a --window could bound")
+        return cls(tables[kind][0].cpu(), layouts[kind] == "pairs")
+
+    def back(self, shifts: torch.Tensor, device: torch.device) -> SinkTurn:
+        """shifts: int64 [num_tokens], by how many positions each row's query is turned back."""
+        angle = (shifts[:, None, None].double() * self.inv_freq).to(device)
+        return SinkTurn(angle.cos(), angle.sin(), self.pairs)
 
 
 def _regime(module: torch.nn.Module, layer_type: str | None, max_model_len: int) -> str:

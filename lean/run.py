@@ -73,10 +73,22 @@ def run(
         bool, typer.Option("--print-config", help="Print the options in force as YAML, and run nothing.")
     ] = False,
     kv_dtype: Annotated[str, typer.Option(help=KV_DTYPE_HELP)] = _DEFAULT.kv_dtype,
+    kv_layers: Annotated[
+        str | None, _option("Formats of single layers, e.g. '0-1:bf16,2-15:k8v4,16-:int4'; the others: --kv-dtype.")
+    ] = None,
+    kv_skip_layers: Annotated[
+        str | None, _option("Layers that stay unquantized, e.g. 0,1,-1.", metavar="LAYERS")
+    ] = None,
+    window: Annotated[
+        int | None, _option("See only the last so many tokens and the sinks: constant memory, any length.", "none")
+    ] = None,
     kv_residual_length: Annotated[
         int | None, _option("Read the last so many tokens exact.", "64 for quantized formats, else 0")
     ] = None,
-    sinks: Annotated[int | None, _option("Read the first so many tokens exact, with a residual.", "4")] = None,
+    sinks: Annotated[
+        int | None,
+        _option("The first so many tokens stay visible for ever under a window, and exact with a residual.", "4"),
+    ] = None,
     max_tokens: Annotated[
         int, _option("Most tokens to generate.", f"{DEFAULT_MAX_TOKENS}, in a chat {DEFAULT_CHAT_MAX_TOKENS}")
     ] = DEFAULT_MAX_TOKENS,
@@ -159,7 +171,9 @@ def run(
         from lean.batch import read_done, read_rows
 
         rows = read_rows(prompts, options.sampling)
-        read_done(out, prompts)
+        if {row.id for row in rows} <= read_done(out, prompts):
+            stderr.print(f"nothing to do: every row of {prompts} is in {out}")
+            return
         llm = _load(name, resolve(name, progress=True, trust_remote_code=trust_remote_code), options)
         _answer_file(llm, rows, out, options, chat)
         return
@@ -193,6 +207,8 @@ def _options(context: typer.Context, config: Path | None, talking: bool, batch: 
     options = Options.merge({"max_tokens": DEFAULT_CHAT_MAX_TOKENS} if talking else {}, file, given)
     if not batch and "max_num_seqs" not in {**file, **given}:
         options = replace(options, engine=replace(options.engine, max_num_seqs=options.sampling.n))
+    if options.sampling.n > options.engine.max_num_seqs:
+        raise UserError(f"n {options.sampling.n} exceeds max-num-seqs {options.engine.max_num_seqs}: raise that")
     return options
 
 
@@ -227,10 +243,12 @@ def _read_prompt(given: str | None) -> str:
 
 def _answer(llm: "LLM", text: str, chat: bool | None, options: "Options", json: bool) -> None:
     """Print one answer as it comes, or several one after the other, or all of it as JSON."""
-    from lean.report import answer_report, closing_line
+    from lean.report import answer_report, closing_line, out_of_sight
 
     several = options.sampling.n > 1
     ids = llm.encode(text, chat=chat)
+    if hidden := out_of_sight(llm, len(ids)):
+        stderr.print(f"note: the prompt is longer than the window: {hidden}")
     started = time.perf_counter()
     outputs, times = [], []
     try:

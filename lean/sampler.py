@@ -102,12 +102,12 @@ class Sampler:
             within = ordered.cumsum(0) - ordered < params.top_p
             kept = torch.zeros_like(within).scatter_(0, order, within)
             ids, probs = ids[kept], probs[kept]
-        kept = (probs > 0) & (probs >= (params.min_p or 0) * probs.max())
+        kept = (probs >= (params.min_p or 0) * probs.max()) & (probs > 0)  # a GPU's cumsum may err upwards on zeros
         ids, probs = ids[kept], probs[kept]
-        # Inverse transform on one uniform number: independent of vocabulary padding and of torch's multinomial.
+        # Inverse transform on one uniform number: independent of vocabulary padding and of torch's multinomial. The
+        # number is at most 1 - 2^-53, so that its product with the sum is below the sum.
         cumulative = probs.cumsum(0)
-        choice = torch.searchsorted(cumulative, cumulative[-1] * numbers.random(), right=True)
-        return int(ids[choice.clamp_(max=len(ids) - 1)])
+        return int(ids[torch.searchsorted(cumulative, cumulative[-1] * numbers.random(), right=True)])
 
 
 @dataclass(frozen=True)

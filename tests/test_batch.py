@@ -543,7 +543,7 @@ def test_without_a_terminal_progress_is_a_plain_line_now_and_then(out, console, 
     monkeypatch.setattr(batch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     run_batch(Engine(1), rows_of("a", *["bb"] * 40), out, PARAMS, None, console)
     lines = console.file.getvalue().splitlines()
-    assert lines[0] == "2 of 41 rows, 0 tokens/s, 8 min left"
+    assert lines[0] == "2 of 41 rows, 0.2 tokens/s, 8 min left"
     assert 20 < len(lines) < 40
     assert "\x1b" not in "".join(lines)
 

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import yaml
 
 from lean import cli
 from lean.quant import NAMES
@@ -47,14 +48,14 @@ def lean(monkeypatch, capsys):
     return call
 
 
-@pytest.mark.parametrize("command", [(), ("run",), ("pull",), ("info",)], ids=str)
+@pytest.mark.parametrize("command", [(), ("run",), ("pull",), ("info",), ("models",), ("rm",)], ids=str)
 def test_every_command_explains_itself(lean, command):
     code, out, err = lean(*command, "--help")
     assert (code, err) == (0, "")
     assert "Usage:" in out
     words = {
         ("run",): ("--kv-dtype", "int8", "[default: 32]", "smollm2-135m", "--temperature"),
-        (): ("run", "pull", "info"),
+        (): ("run", "pull", "info", "models", "rm"),
     }
     assert all(word in out for word in words.get(command, ("--help",)))
 
@@ -154,6 +155,19 @@ BAD = {
     "negative seed": (("MODEL", "hi", "--seed", "-1"), "seed"),
     "block size": (("MODEL", "hi", "--block-size", "33"), "block-size 33"),
     "threads": (("MODEL", "hi", "--threads", "0"), "threads 0"),
+    "empty stop": (("MODEL", "hi", "--stop", ""), "stop"),
+    "no top-p": (("MODEL", "hi", "--top-p", "0"), "top-p"),
+    "n": (("MODEL", "hi", "--n", "0"), "n must be"),
+    "n beyond max-num-seqs": (("MODEL", "hi", "--n", "3", "--max-num-seqs", "2"), "max-num-seqs"),
+    "steps too small": (("MODEL", "hi", "--max-num-seqs", "9", "--max-num-batched-tokens", "8"), "every running"),
+    "no config": (("MODEL", "hi", "--config", "/no/such.yaml"), "/no/such.yaml"),
+    "prompts without out": (("MODEL", "--prompts", "/no/such.jsonl"), "--out"),
+    "prompts and a prompt": (("MODEL", "hi", "--prompts", "/no/such.jsonl", "--out", "/tmp/x"), "holds the prompts"),
+    "no prompts": (("MODEL", "--prompts", "/no/such.jsonl", "--out", "/tmp/x"), "/no/such.jsonl"),
+    "window 0": (("MODEL", "hi", "--window", "0"), "window 0"),
+    "sinks for nothing": (("MODEL", "hi", "--kv-dtype", "bf16", "--sinks", "4"), "--window"),
+    "layers that are not there": (("MODEL", "hi", "--kv-skip-layers", "0,7"), "layer 7"),
+    "unreadable layers": (("MODEL", "hi", "--kv-layers", "0-1=int8"), "kv-layers"),
 }
 
 
@@ -254,3 +268,107 @@ def test_an_interrupt_ends_the_answer_within_two_seconds(answering):
     assert time.monotonic() - sent < 2
     assert answering[1].stderr.read() == b""
     assert answering[1].wait(timeout=30) == 130
+
+
+def test_a_file_of_options_lies_under_the_flags_and_can_be_printed(lean, model, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("kv_dtype: k8v4\nblock_size: 16\nmax_tokens: 3\nignore_eos: true\n")
+    code, out, err = lean("run", "--config", str(file), "--block-size", "64", "--print-config")
+    printed = yaml.safe_load(out)
+    assert (code, err) == (0, "")
+    assert [printed[key] for key in ("kv_dtype", "block_size", "max_tokens", "max_num_seqs")] == ["k8v4", 64, 3, 1]
+    result = json.loads(lean("run", model, "hello", "--config", str(file), "--json")[1])
+    assert (result["kv"]["format_v"], result["kv"]["block_size"], result["completion_tokens"]) == ("int4", 16, 3)
+    again = tmp_path / "again.yaml"
+    again.write_text(out)
+    assert lean("run", "--config", str(again), "--print-config")[1] == out
+    file.write_text(f"model: {model}\nmax_tokens: 2\n")
+    assert lean("run", "-p", "hello", "--config", str(file))[:2] == lean("run", model, "hello", "--max-tokens", "2")[:2]
+
+
+def test_several_answers_are_printed_one_after_the_other(lean, model):
+    flags = ("--n", "3", "--temperature", "1", "--seed", "5", *RUN)
+    result = json.loads(lean("run", model, "hello", *flags, "--json", "--logprobs", "2")[1], parse_constant=no_constant)
+    assert [choice["index"] for choice in result["choices"]] == [0, 1, 2]
+    assert len({tuple(choice["token_ids"]) for choice in result["choices"]}) == 3
+    assert len(result["logprobs"]) == 6
+    assert all(len(entry["top"]) == 2 for entry in result["logprobs"])
+    out = lean("run", model, "hello", *flags)[1]
+    assert out.count("--- ") == 3
+    assert all(choice["text"] in out for choice in result["choices"])
+
+
+def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(lean, model):
+    whole = json.loads(lean("run", model, "hello", *RUN, "--json")[1])["text"]
+    cut = json.loads(lean("run", model, "hello", *RUN, "--json", "--stop", whole[2:4])[1])
+    assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(whole[2:4])], "stop")
+
+
+def test_a_file_of_prompts_is_answered_into_a_file_and_never_twice(lean, model, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": "hello"}, {"prompt": "x" * 600, "id": "long"}, {"prompt": "there", "max_tokens": 2}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, stdout, err = lean("run", model, "--prompts", str(prompts), "--out", str(out), *RUN)
+    assert (code, stdout) == (2, "")
+    assert "1 rows could not be answered" in err
+    assert "8 sequences fit" not in err
+    found = {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert found[1]["text"] == json.loads(lean("run", model, "hello", *RUN, "--json")[1])["text"]
+    assert (found[3]["completion_tokens"], found["long"]["finish_reason"]) == (2, "error")
+    assert "600 tokens" in found["long"]["error"]
+    before = out.read_text()
+    code, _, err = lean("run", model, "--prompts", str(prompts), "--out", str(out), *RUN)
+    assert (code, out.read_text()) == (0, before)
+    assert "nothing to do" in err
+
+
+def test_a_window_and_formats_by_layer_are_said_and_counted(lean, model):
+    flags = ("--window", "100", "--kv-dtype", "fp8", "--max-tokens", "6", "--ignore-eos")
+    code, out, err = lean("run", model, "x" * 1000, *flags, "--json")  # twice what the model is made for
+    assert code == 0
+    assert "window 100 + 4 sinks" in err
+    assert "of 1,000 tokens only the first 4 and the last 100 are visible" in err
+    pools = json.loads(out)["kv"]["pools"]
+    assert [(pool["window"], pool["format"], pool["layers"]) for pool in pools] == [
+        (100, "fp8", [0]),
+        (64, "fp32", [0]),
+    ]
+    assert all(pool.keys() >= {"sinks", "bytes_per_token", "tokens_held", "bytes_held"} for pool in pools)
+    kv = json.loads(lean("run", model, "hello", *RUN, "--kv-skip-layers", "-1", "--json")[1])["kv"]
+    assert (kv["format_k"], kv["residual"]) == ("fp32", 0)
+
+
+def test_models_are_listed_and_removed(lean, home):
+    assert lean("models")[0] == 0
+    code, out, err = lean("models", "--json")
+    assert (code, err, json.loads(out)) == (0, "", {"models": []})
+    assert_refused(lean("rm", "../x"), "../x")
+    broken = home / "models" / "smollm2-135m"
+    broken.mkdir(parents=True)
+    (broken / "config.json").write_text("{}")
+    assert json.loads(lean("models", "--json")[1])["models"][0]["name"] == "smollm2-135m"
+    code, out, err = lean("rm", "smollm2-135m")
+    assert (code, out) == (0, "")
+    assert "removed" in err
+    assert not broken.exists()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("delay", [0.3, 1.5, 3.0])
+def test_both_signals_end_the_command_within_two_seconds_while_it_loads(model, name, delay):
+    command = (sys.executable, "-m", "lean.cli", "run", model, "hi", "--max-tokens", "500", "--ignore-eos")
+    heed = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **heed
+    )
+    time.sleep(delay)
+    if process.poll() is not None:
+        pytest.skip("the command was quicker")
+    process.send_signal(getattr(signal, name))
+    sent = time.monotonic()
+    err = process.communicate(timeout=30)[1].decode()
+    assert time.monotonic() - sent < 2.5
+    if delay > 1:  # earlier, Python itself may not have come to lean yet
+        assert process.returncode == 130
+        assert err.endswith("lean: interrupted\n")
+        assert "Traceback" not in err

@@ -15,7 +15,6 @@ from lean.config import (
     parse_size,
 )
 from lean.engine import LLM
-from lean.quant import BF16, FP8, FP32, INT4, INT8
 from lean.request import SamplingParams
 
 
@@ -58,6 +57,7 @@ def test_what_is_no_size_is_refused(text):
         "dtype": ("int8", "half", "", "torch.float32"),
         "kv_residual_length": (-1,),
         "sinks": (-1,),
+        "window": (0, -1),
         "num_blocks": (0, -1),
         "kv_memory": (0, -1),
         "max_model_len": (0, -5),
@@ -95,13 +95,6 @@ def test_every_default_is_accepted_and_frozen():
             setattr(config, field.name, None)
 
 
-def test_formats_follow_kv_dtype_and_auto_follows_the_model():
-    assert EngineConfig().formats(FP32) == (INT8, INT8)
-    assert EngineConfig(kv_dtype="auto").formats(FP32) == (FP32, FP32)
-    assert EngineConfig(kv_dtype="auto").formats(BF16) == (BF16, BF16)
-    assert EngineConfig(kv_dtype="K=FP8, V=int4").formats(BF16) == (FP8, INT4)
-
-
 @pytest.mark.parametrize(
     ("config", "quantized", "expected"),
     [
@@ -113,6 +106,10 @@ def test_formats_follow_kv_dtype_and_auto_follows_the_model():
         ({"kv_residual_length": 7}, True, (7, DEFAULT_SINKS)),
         ({"kv_residual_length": 7, "sinks": 0}, True, (7, 0)),
         ({"sinks": 9}, True, (DEFAULT_RESIDUAL_LENGTH, 9)),
+        ({"window": 50}, False, (0, DEFAULT_SINKS)),
+        ({"window": 50, "sinks": 7}, False, (0, 7)),
+        ({"window": 50, "kv_residual_length": 0, "sinks": 7}, True, (0, 7)),
+        ({"window": 50, "sinks": 0}, True, (DEFAULT_RESIDUAL_LENGTH, 0)),
     ],
 )
 def test_residual_and_sinks(config, quantized, expected):

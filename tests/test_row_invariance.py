@@ -61,6 +61,85 @@ def test_a_sequence_in_any_ragged_batch_gives_the_bits_of_the_sequence_alone(kv_
             assert same_bits(own, alone[s][contexts[s] :]), f"sequence {s} in order {order}"
 
 
+# Both sides of every boundary: row tiles, key tiles, windows; in no order. Decode takes them in several batches.
+RAGGED = (270, 1, 45, 600, 17, 256, 2, 257, 100, 513, 255, 64, 300, 91, 16, 128)
+MANY = [Tokens.random(n, Heads(), seed=n) for n in RAGGED]
+BATCHES = (range(2), range(3, 8), range(16), (3, 1), (15, 9, 4, 1, 6))
+
+
+def in_float64(tokens: Tokens) -> Tokens:
+    return Tokens(*(x.double() for x in vars(tokens).values()))
+
+
+def compare_last_rows(
+    kv_dtype: str, rule: Rule, sequences: list[Tokens], sink_logits: torch.Tensor | None = None
+) -> None:
+    """Compare the last 1, 2 and 5 rows of batches of sequences with those of a prefill of each alone."""
+    cache = PagedCache(Heads(), kv_dtype, RAGGED, exact_dtype=sequences[0].key.dtype)
+    cache.write([(s, tokens, 0, len(tokens)) for s, tokens in enumerate(sequences)])
+    parts = [(s, tokens, max(0, len(tokens) - 20), len(tokens)) for s, tokens in enumerate(sequences)]
+    alone = [cache.attend([part], rule, sink_logits)[0] for part in parts]
+    for batch, count in itertools.product(BATCHES, ((1,), (2, 1), (5, 1, 1, 2))):
+        lengths = [min(RAGGED[s], n) for s, n in zip(batch, itertools.cycle(count))]
+        rows = cache.attend(
+            [(s, sequences[s], RAGGED[s] - n, RAGGED[s]) for s, n in zip(batch, lengths)], rule, sink_logits
+        )
+        for s, n, own in zip(batch, lengths, rows):
+            assert same_bits(own, alone[s][-n:]), f"sequence {s} of {list(batch)}, {n} rows"
+
+
+@every_format_and_rule
+def test_decode_rows_of_2_5_and_16_ragged_sequences_have_the_bits_of_each_alone(kv_dtype: str, rule: Rule) -> None:
+    compare_last_rows(kv_dtype, rule, MANY)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("kv_dtype", ["bf16", "k8v4"])
+def test_decode_batches_with_sink_logits_have_the_bits_of_each_alone(kv_dtype: str, rule: Rule) -> None:
+    compare_last_rows(kv_dtype, rule, MANY, torch.linspace(-2, 3, 6))
+
+
+@pytest.mark.parametrize("rule", ["full", "everything"])
+@pytest.mark.parametrize("kv_dtype", ["fp64", "int8", "fp8", "int4"])
+def test_decode_batches_in_float64_have_the_bits_of_each_alone(kv_dtype: str, rule: str) -> None:
+    compare_last_rows(kv_dtype, RULES[rule], [in_float64(tokens) for tokens in MANY], torch.linspace(-2, 3, 6).double())
+
+
+@pytest.mark.parametrize("rule", ["full", "everything"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8", "int4"])
+def test_a_decode_row_does_not_feel_a_neighbour_full_of_nan(kv_dtype: str, rule: str) -> None:
+    wanted: list[torch.Tensor] = []
+    for spoilt in (None, 0, 3, 8):
+        cache = PagedCache(Heads(), kv_dtype, RAGGED, exact_dtype=EXACT)
+        sequences = [
+            Tokens(*(x * (torch.nan if s == spoilt else 1) for x in vars(t).values())) for s, t in enumerate(MANY)
+        ]
+        cache.write([(s, tokens, 0, len(tokens)) for s, tokens in enumerate(sequences)])
+        rows = cache.attend(
+            [(s, tokens, len(tokens) - 1, len(tokens)) for s, tokens in enumerate(sequences)], RULES[rule]
+        )
+        wanted = wanted or rows
+        for s, (own, want) in enumerate(zip(rows, wanted)):
+            assert own.isnan().all() if s == spoilt else same_bits(own, want), f"sequence {s} beside NaN in {spoilt}"
+
+
+@pytest.mark.parametrize("heads", [Heads(9, 3, 64, 64), Heads(4, 1, 256, 256), Heads(3, 3, 80, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_decode_batch_has_the_same_bits_on_any_number_of_threads(
+    heads: Heads, dtype: torch.dtype, use_threads: Callable[[int], None]
+) -> None:
+    lengths = RAGGED[:9]
+    sequences = [Tokens.random(n, heads, seed=n, dtype=dtype) for n in lengths]
+    cache = PagedCache(heads, "int8", lengths, exact_dtype=dtype)
+    cache.write([(s, tokens, 0, len(tokens)) for s, tokens in enumerate(sequences)])
+    parts = [(s, tokens, len(tokens) - 1, len(tokens)) for s, tokens in enumerate(sequences)]
+    wanted = [cache.attend([part], RULES["everything"])[0] for part in parts]
+    for threads, count in itertools.product((1, 2, 3), (1, 2, 5, 9)):
+        use_threads(threads)
+        rows = cache.attend(parts[:count], RULES["everything"])
+        assert all(same_bits(own, want) for own, want in zip(rows, wanted)), f"{count} rows on {threads} threads"
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("kv_dtype", ["fp32", "k8v4", "fp8"])
 def test_every_block_size_gives_the_same_bits(kv_dtype: str, rule: Rule) -> None:

@@ -284,7 +284,9 @@ def test_top_p_draws_from_the_fewest_ids_that_reach_it(top_p, kept):
 
 
 def test_top_p_takes_the_lowest_ids_among_ties():
-    assert set(draws(torch.zeros(8), 300, top_p=0.4)) == {0, 1, 2, 3}
+    for top_p in (0.4, 0.5):  # 0.5 is reached by four exactly
+        assert set(draws(torch.zeros(8), 300, top_p=top_p)) == {0, 1, 2, 3}
+    assert max(draws(torch.zeros(4096), 300, top_p=0.25)) < 1024
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99, 0.999999])
@@ -375,6 +377,13 @@ def test_no_number_draws_an_id_without_probability(number):
         sampler = make(**params)
         sampler._random = Numbers(number)
         assert sampler.sample(logits) in {2, 4}
+
+
+def test_the_numbers_from_0_to_1_are_shared_out_without_overlap():
+    for number, expected in ((0.0, 0), (0.25, 1), (0.5 - 2**-54, 1), (0.5, 2), (1 - 2**-53, 3)):
+        sampler = make()
+        sampler._random = Numbers(number)
+        assert sampler.sample(torch.zeros(4)) == expected
 
 
 def test_a_single_possible_id_is_drawn():

@@ -38,15 +38,19 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def measure(heads: Heads, kv_dtype: str, rule: Rule, dtype: torch.dtype, context: int, chunk: int) -> tuple[int, int]:
+def measure(
+    heads: Heads, kv_dtype: str, rule: Rule, dtype: torch.dtype, context: int, chunk: int, seqs: int = 1
+) -> tuple[int, int]:
     """Peak beside the output, and the largest single temporary, of one call."""
     tokens = Tokens.random(context, heads, dtype=dtype)
-    cache = PagedCache(heads, kv_dtype, [context], block_size=32, exact_dtype=dtype)
-    cache.write([(0, tokens, 0, context)])
-    query, query_sink = tokens.query[-chunk:].clone(), tokens.query_sink[-chunk:].clone()
+    cache = PagedCache(heads, kv_dtype, [context] * seqs, block_size=32, exact_dtype=dtype)
+    for seq in range(seqs):
+        cache.write([(seq, tokens, 0, context)])
+    query, query_sink = (x[-chunk:].repeat(seqs, 1, 1) for x in (tokens.query, tokens.query_sink))
     sink_logits = torch.zeros(heads.num_q_heads, dtype=dtype)
+    lengths = [chunk] * seqs, [context] * seqs
     with Allocations() as allocations:
-        out = cache.attend_packed(query, query_sink, [0], [chunk], [context], rule, sink_logits)
+        out = cache.attend_packed(query, query_sink, list(range(seqs)), *lengths, rule, sink_logits)
     assert allocations.peak > 0
     return allocations.peak - out.untyped_storage().nbytes(), allocations.largest
 
@@ -62,6 +66,19 @@ def test_a_prefill_chunk_stays_inside_the_stated_workspace(heads: Heads, dtype: 
     bound = reference.workspace_bytes(*shape, itemsize=8 if dtype is torch.float64 else 4)
     peak, _ = measure(heads, "int4", RULES[rule], dtype, context=3000 if heads.num_q_heads == 9 else 600, chunk=512)
     assert bound / 3 < peak <= bound
+
+
+@pytest.mark.parametrize("rule", ["full", "everything"])
+@pytest.mark.parametrize(("heads", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "int4"])
+def test_decode_rows_of_many_sequences_stay_inside_it_too(
+    kv_dtype: str, heads: Heads, dtype: torch.dtype, rule: str
+) -> None:
+    shape = (heads.num_q_heads, heads.num_kv_heads, heads.k_dim, heads.v_dim)
+    bound = reference.workspace_bytes(*shape, itemsize=8 if dtype is torch.float64 else 4)
+    few, many = (measure(heads, kv_dtype, RULES[rule], dtype, context=300, chunk=1, seqs=n)[0] for n in (24, 48))
+    assert many <= bound
+    assert many - few <= 16 * 1024  # the list of sequences
 
 
 @pytest.mark.parametrize("chunk", [1, 512])

@@ -1,0 +1,86 @@
+"""Which KV format each layer gets: one for all, ranges of their own, and layers that stay unquantized."""
+
+import re
+
+from lean.errors import ConfigError, one_line
+from lean.quant.formats import KVFormat, parse_kv_dtype
+
+_RANGE = re.compile(r"(-?\d+)(?:(-)(-?\d+)?)?")
+
+
+def parse_formats(text: str, dtype_format: KVFormat) -> tuple[KVFormat, KVFormat]:
+    """A ``--kv-dtype`` to (K format, V format); ``dtype_format`` stands in for ``auto``. Raises ConfigError."""
+    if text.strip().lower() == "auto":
+        return dtype_format, dtype_format
+    try:
+        return parse_kv_dtype(text)
+    except ValueError as error:
+        raise ConfigError(f"{error} (or auto)") from None
+
+
+def parse_layers(text: str, num_layers: int | None = None) -> range:
+    """``3``, ``-1``, ``0-1``, ``16-`` to layer indices; negative ones count from the end.
+
+    Without ``num_layers`` only the spelling is checked. Raises ConfigError.
+    """
+    match = _RANGE.fullmatch(text.strip())
+    if not match:
+        raise ConfigError(f"cannot read layers {one_line(text, 40)!r}: write e.g. 3, -1, 0-1 or 16-")
+    if num_layers is None:
+        return range(0)
+
+    def index(number: str) -> int:
+        layer = int(number) + (num_layers if number.startswith("-") else 0)
+        if not 0 <= layer < num_layers:
+            raise ConfigError(
+                f"layer {number} is not one of the {num_layers} layers of this model, 0 to {num_layers - 1}"
+            )
+        return layer
+
+    first = index(match[1])
+    last = index(match[3]) if match[3] else num_layers - 1 if match[2] else first
+    if last < first:
+        raise ConfigError(f"layers {text.strip()} are none: {first} comes after {last}")
+    return range(first, last + 1)
+
+
+def read_ranges(text: str) -> list[tuple[str, str]]:
+    """``0-1:bf16,2-15:k8v4,16-:int4`` to (layers, format) pairs. A comma inside ``k=NAME,v=NAME`` is part of it."""
+    pairs = []
+    for part in re.split(r",(?=\s*-?\d)", text):
+        layers, colon, name = part.partition(":")
+        if not colon or not name.strip():
+            raise ConfigError(f"cannot read kv-layers {one_line(part, 40)!r}: write e.g. 0-1:bf16,2-:int4")
+        pairs.append((layers, name))
+    return pairs
+
+
+def layer_formats(
+    num_layers: int, kv_dtype: str, kv_layers: str | None, kv_skip_layers: str | None, dtype_format: KVFormat
+) -> list[tuple[KVFormat, KVFormat]]:
+    """(K format, V format) of every layer.
+
+    Args:
+        kv_dtype: format of the layers that the other two do not name.
+        kv_layers: ranges with formats of their own; a layer is named once.
+        kv_skip_layers: comma-separated layers that keep the model's dtype.
+        dtype_format: the raw format of the model's dtype.
+
+    Raises:
+        ConfigError: a layer that is not there, named twice, or a format that does not exist.
+    """
+    formats = [parse_formats(kv_dtype, dtype_format)] * num_layers
+    named: set[int] = set()
+
+    def assign(option: str, layers: range, pair: tuple[KVFormat, KVFormat]) -> None:
+        for layer in layers:
+            if layer in named:
+                raise ConfigError(f"{option}: layer {layer} is named twice")
+            named.add(layer)
+            formats[layer] = pair
+
+    for layers, name in read_ranges(kv_layers) if kv_layers else ():
+        assign("kv-layers", parse_layers(layers, num_layers), parse_formats(name, dtype_format))
+    for layer in kv_skip_layers.split(",") if kv_skip_layers else ():
+        assign("kv-skip-layers", parse_layers(layer, num_layers), (dtype_format, dtype_format))
+    return formats

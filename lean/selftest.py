@@ -1,0 +1,88 @@
+"""What is tried once at load, so that a model that does not fit fails there and not in somebody's request."""
+
+import torch
+
+from lean.block_manager import BlockManager
+from lean.errors import ModelError, one_line
+from lean.kv_cache import CountedLayers
+from lean.request import Request
+from lean.rotary import SinkRotary
+from lean.runner import Runner
+from lean.sampling_params import SamplingParams
+from lean.scheduler import Chunk
+
+_SEQ_ID = -1  # no request has it
+_NUM_TOKENS = 2
+
+
+def try_layers(runner: Runner, manager: BlockManager) -> None:
+    """Run two tokens. Raises ModelError.
+
+    Every layer must come to lean's attention exactly once: a second call would overwrite the K/V of the first.
+    """
+    probe = Request(_SEQ_ID, [0, 0], SamplingParams())
+    name, layers = runner.model.info.source.name, runner.cache.layers
+    calls = runner.cache.layers = CountedLayers(layers)
+    try:
+        manager.append(probe.id, 2)
+        runner.logits(runner.run([Chunk(probe, 0, 2, True)]))
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ModelError(f"{name}: cannot run on lean's cache: {one_line(error)}") from error
+    finally:
+        runner.cache.layers = layers
+        manager.free(probe.id)
+    for layer in layers:
+        if calls.count[layer] != 1:
+            raise ModelError(f"{name}: layer {layer} attends {calls.count[layer]} times a step, lean serves once")
+
+
+def try_rotation(runner: Runner, manager: BlockManager) -> SinkRotary:
+    """How the queries of full-attention layers are turned back for the sinks, tried on every one of them.
+
+    All that the query of a lone token can owe to its position is its rotation: one at position p, turned back by e,
+    must be the one at p - e. Learned positions, layers without rotation and unknown pairings of dims fail that.
+
+    Raises:
+        ModelError: this model cannot run with a window.
+    """
+    info = runner.model.info
+    rotation = SinkRotary.of(runner.model.module, info.source.name)
+    position = min(1000, info.max_position_embeddings - 1)
+    shift = position * 7 // 10
+    there = _lone_queries(runner, manager, position)
+    back = _lone_queries(runner, manager, position - shift)
+    # Angles are exact; the model's norms and products round differently from position to position by a few units only.
+    tolerance = max(2e-4, 16 * torch.finfo(info.dtype).eps)
+    for layer, shape in enumerate(info.layers):
+        found, want = (
+            rotation.back(torch.full((len(there[layer]),), shift), there[layer].device)(there[layer]),
+            back[layer],
+        )
+        error = float((found - want).abs().max() / want.abs().max())
+        if not shape.window and not error <= tolerance:
+            raise ModelError(
+                f"{info.source.name}: the positions of layer {layer} are no rotation that lean can turn back "
+                f"(off by {error:.1%}), so it cannot run with a --window"
+            )
+    return rotation
+
+
+def _lone_queries(runner: Runner, manager: BlockManager, position: int) -> dict[int, torch.Tensor]:
+    """Every layer's queries of a few tokens, each computed alone at ``position``: [tokens, num_q_heads, k_dim]."""
+    found: list[dict[int, torch.Tensor]] = []
+    runner.position_offset = position
+    try:
+        for part in range(_NUM_TOKENS):
+            probe = Request(_SEQ_ID, [(part + 1) * runner.model.token_limit // (_NUM_TOKENS + 1)], SamplingParams())
+            manager.append(probe.id, 1)
+            found.append({})
+            runner.run([Chunk(probe, 0, 1, True)], found[-1])
+            manager.free(probe.id)
+    finally:
+        runner.position_offset = 0
+        manager.free(_SEQ_ID)
+    return {layer: torch.cat([queries[layer] for queries in found]) for layer in found[0]}
