@@ -148,8 +148,8 @@ class LLM:
             raise RequestError(f"token id {max(ids)} is padding of the vocabulary and has no log-probability")
         if params.n > self.config.max_num_seqs:
             raise RequestError(f"n {params.n} exceeds max-num-seqs {self.config.max_num_seqs}: raise --max-num-seqs")
-        if keep_cache and params.n > 1:
-            raise RequestError(f"n {params.n} cannot be continued: keep the cache of one sequence")
+        if (keep_cache or keep_hidden) and params.n > 1:
+            raise RequestError(f"n {params.n}: only one sequence can be scored, or kept to be continued")
         with self._lock:
             numbers = [next(self._ids) for _ in range(params.n)]
             family = [
@@ -274,14 +274,12 @@ class LLM:
                 self._keep(chunk, rows[index])
 
     def _keep(self, chunk: Chunk, rows: torch.Tensor) -> None:
-        """Rows of a scoring request: kept for its caller, who has seen some already if it was preempted."""
+        """Rows of a scoring request: given to its caller, who has seen some already if it was preempted."""
         request = chunk.request
         new = rows[max(0, request.num_hidden - chunk.start) :]
-        if len(new):
-            request.hidden.append(new)
-            request.num_hidden += len(new)
-        if chunk.completes:
-            self._end(request, "length")
+        request.num_hidden += len(new)
+        reason: FinishReason | None = "length" if chunk.completes else None
+        self._emit(request, replace(end(request, reason), hidden=new))
 
     def _fail(self, chunk: Chunk) -> None:
         layer = self._runner.first_bad_layer(chunk)
@@ -298,13 +296,16 @@ class LLM:
 
     def _emit(self, request: Request, output: RequestOutput) -> None:
         """Hand an output to whoever waits for it; the last one takes its request out."""
+        inbox = self._inbox.get(request.group, self._outbox)
+        inbox.append(output)
         if output.finish_reason is not None:
             self._scheduler.finish(request, output.finish_reason, output.error)
             family = self._requests[request.group]
             family.remove(request)
             if not family:
                 del self._requests[request.group]
-        self._inbox.get(request.group, self._outbox).append(output)
+                if isinstance(inbox, deque) and inbox.maxlen == 0:  # forgotten
+                    self._inbox.pop(request.group, None)
 
     # --- what people call ---
 
@@ -350,8 +351,10 @@ class LLM:
 
     def _forget(self, request_id: int) -> None:
         """Nobody waits for this request any more: end it, and drop what it still says."""
+        self._inbox[request_id] = deque(maxlen=0)
         self.abort(request_id)
-        self._inbox.pop(request_id, None)
+        if request_id not in self._requests:
+            self._inbox.pop(request_id, None)
 
     def generate(
         self,
@@ -385,17 +388,21 @@ class LLM:
         `logits` turns rows into predictions of the next token. Raises EngineError for non-finite numbers.
         """
         request_id = self._add(token_ids, None, deque(), keep_hidden=True)
-        request = self._requests[request_id][0]
-        position = 0
+        inbox = self._inbox[request_id]
+        position, ended = 0, False
         try:
-            while request_id in self._requests:
-                self._advance()
-                while request.hidden:
-                    rows = request.hidden.pop(0)
-                    yield position, rows
-                    position += rows.shape[0]
-            if request.error:
-                raise EngineError(request.error)
+            while not ended:
+                # Asked before the inbox is emptied, whichever thread runs the last step.
+                ended = request_id not in self._requests
+                while inbox:
+                    output = inbox.popleft()
+                    if output.hidden is not None:
+                        yield position, output.hidden
+                        position += output.hidden.shape[0]
+                    if output.finish_reason in ("error", "abort"):
+                        raise EngineError(output.error or "the request was aborted")
+                if not ended:
+                    self._advance()
         finally:
             self._forget(request_id)
 

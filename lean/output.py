@@ -48,8 +48,8 @@ def draw(request: Request, logits: torch.Tensor, eos_token_ids: Collection[int])
     )
 
 
-def end(request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
-    """The last output of a request that got no token: aborted, failed, or scored to its end."""
+def end(request: Request, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
+    """An output without a token, the last one where there is a ``reason``: aborted, failed, or scored to its end."""
     text = ""
     if request.detokenizer is not None:
         text = request.stop_strings.add(request.detokenizer.finish()) + request.stop_strings.finish()

@@ -51,7 +51,6 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
-    hidden: list[torch.Tensor] = field(default_factory=list)
     num_hidden: int = 0  # rows given out so far; a preempted request computes them again
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -86,6 +85,7 @@ class RequestOutput:
         cached_tokens: prompt tokens whose K/V were reused from an earlier request.
         logprobs: one per token id, None where not asked for.
         prompt_logprobs: one per prompt token, None for the first, in the first output of a sequence; else None.
+        hidden: new last hidden states [rows, hidden_size] of a scoring request; else None.
     """
 
     request_id: int
@@ -98,3 +98,4 @@ class RequestOutput:
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    hidden: torch.Tensor | None = None

@@ -102,9 +102,14 @@ class Scheduler:
         return still + need <= free
 
     def _reusable(self, request: Request) -> int:
-        """Leading tokens of a request that lie in the cache, from the sequence it continues; never all of them."""
+        """Leading tokens of a request that lie in the cache, from the sequence it continues; never all of them.
+
+        None where every row of the prompt is wanted.
+        """
         tokens = self.kept.get(request.continues) if request.continues is not None else None
         if tokens is None or request.continues is None:
+            return 0
+        if request.keep_hidden or request.params.prompt_logprobs is not None:
             return 0
         held = self._manager.num_tokens(request.continues)
         return min(common_prefix(tokens, request.tokens(0, request.num_tokens)), held, request.num_tokens - 1)
@@ -119,11 +124,13 @@ class Scheduler:
             return False
         self.running.append(self.waiting.popleft())
         reusable = self._reusable(request)
-        if reusable and request.continues is not None:
+        if request.continues is None:
+            return True
+        if reusable:
             self._manager.fork(request.continues, request.id)
-            self.release(request.continues)
             request.num_computed_tokens = request.num_cached_tokens = reusable
             self._resume_at(request, reusable)
+        self.release(request.continues)
         return True
 
     # --- the step ---
@@ -198,6 +205,8 @@ class Scheduler:
         for sibling in family[1:]:
             self._manager.fork(request.id, sibling.id)
             sibling.num_computed_tokens = request.num_computed_tokens
+            sibling.num_cached_tokens = request.num_cached_tokens
+            sibling.prompt_logprobs = list(request.prompt_logprobs)
         place = self.running.index(request) + 1
         self.running[place:place] = family[1:]
         return family

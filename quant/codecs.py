@@ -51,16 +51,16 @@ def _in_groups(x: torch.Tensor, width: int) -> list[torch.Tensor]:
 def _encode_groups(y: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [..., groups, g] -> (codes uint8 [..., groups * bytes], scales fp16 [..., groups])."""
     absmax = y.abs().amax(-1, keepdim=True)
-    bad = ~absmax.isfinite()
+    bad = ~(absmax < torch.inf)  # NaN too
     # By a tensor: CUDA multiplies by the reciprocal of a Python number instead of dividing.
-    scale = (absmax / torch.full_like(absmax, fmt.max_code)).half().clamp(MIN_SCALE, MAX_SCALE)
-    z = (y / scale.float()).masked_fill(bad, 0.0)
-    scale = scale.masked_fill(bad, torch.nan).squeeze(-1)
+    scale = (absmax / torch.full_like(absmax, fmt.max_code)).half().clamp_(MIN_SCALE, MAX_SCALE)
+    z = (y / scale.float()).masked_fill_(bad, 0.0)
+    scale = scale.masked_fill_(bad, torch.nan).squeeze(-1)
     if fmt.kind is Kind.E4M3:
         # Clamp first: what a cast does beyond 448 differs between versions and devices.
-        codes = z.clamp(fmt.min_code, fmt.max_code).to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = z.clamp_(fmt.min_code, fmt.max_code).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        codes = z.round().clamp(fmt.min_code, fmt.max_code).to(torch.int8)
+        codes = z.round_().clamp_(fmt.min_code, fmt.max_code).to(torch.int8)
         codes = _pack_int4(codes) if fmt.bits == 4 else codes.view(torch.uint8)
     return codes.flatten(-2), scale
 
@@ -110,7 +110,7 @@ def decode(
         else:
             values = _unpack_int4(part) if fmt.bits == 4 else part.view(torch.int8)
         count = part.shape[-2]
-        parts.append((values.to(dtype) * scales[..., first : first + count, None].to(dtype)).flatten(-2))
+        parts.append(values.to(dtype).mul_(scales[..., first : first + count, None].to(dtype)).flatten(-2))
         first += count
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 

@@ -25,11 +25,17 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"rotate works in float32 or float64, not {x.dtype}")
     n = rotation_size(x.shape[-1])
-    stride = 1
-    y = x
-    while stride < n:
-        pairs = y.unflatten(-1, (-1, 2, stride))
-        a, b = pairs.unbind(-2)
-        y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
-        stride *= 2
-    return y * (1.0 / math.sqrt(n))
+    half = n // 2
+    # A perfect shuffle: every stride adds and subtracts neighbours and writes all sums before all differences. So
+    # the next stride's partners become neighbours, and after the last stride every element is back in its place.
+    buffers = [x.new_empty(x.numel() // n, n) for _ in range(2)]
+    views = [(y[:, 0::2], y[:, 1::2], y[:, :half], y[:, half:]) for y in (x.reshape(-1, n), *buffers)]
+    source = 0
+    for stride in range(n.bit_length() - 1):
+        target = 1 + stride % 2
+        torch.add(views[source][0], views[source][1], out=views[target][2])
+        torch.sub(views[source][0], views[source][1], out=views[target][3])
+        source = target
+    if source == 0:  # n = 1
+        return x.clone()
+    return buffers[source - 1].mul_(1.0 / math.sqrt(n)).view(x.shape)

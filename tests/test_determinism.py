@@ -14,7 +14,6 @@ from tiny import tokens
 from lean import LLM, EngineConfig, SamplingParams
 from lean.hub import resolve
 from lean.model import LoadedModel, inspect_model, load_model
-from lean.request import Request
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 LOCAL_AND_GLOBAL = {**TWO_LAYERS, "layer_types": ["sliding_attention", "full_attention"]}
@@ -93,10 +92,6 @@ def test_the_number_of_threads_changes_nothing(model, kind):
     assert not bits_differ(run(start(model(kind), "k8v4 with residual", threads=2)), want)
 
 
-def queue(llm: LLM, ids: list[int]) -> Request:
-    return llm._requests[llm.add_request(ids, keep_hidden=True)][0]
-
-
 @pytest.mark.parametrize("form", ["fp32", "int4 with residual", "k8v4 without residual"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_alone_is_the_request_in_company_and_after_a_cancelled_one(model, kind, form):
@@ -105,14 +100,14 @@ def test_a_request_alone_is_the_request_in_company_and_after_a_cancelled_one(mod
     # Steps of 24 tokens mix pieces of several prompts; blocks of the cancelled request go to the later ones.
     llm = start(model(kind), form, 16, max_num_seqs=3, max_num_batched_tokens=24, num_blocks=6, max_model_len=64)
     cancelled = llm.add_request(tokens(60, seed=9))
-    requests = [queue(llm, ids) for ids in prompts]
-    llm.step()
-    llm.step()
+    requests = [llm.add_request(ids, keep_hidden=True) for ids in prompts]
+    parts = llm.step() + llm.step()
     llm.abort(cancelled)
-    while any(request.finish_reason is None for request in requests):
-        llm.step()
-    for request, want in zip(requests, alone):
-        assert not bits_differ(outputs(llm, torch.cat(request.hidden)), want)
+    while llm.has_work:
+        parts += llm.step()
+    for request_id, want in zip(requests, alone):
+        rows = torch.cat([part.hidden for part in parts if part.request_id == request_id])
+        assert not bits_differ(outputs(llm, rows), want)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "mixtral"])

@@ -1,0 +1,209 @@
+"""Random load on a tiny model for as long as asked: does memory stay, does everything end, is every block given back?
+
+The model has random weights and is made on the spot; what is tried is the engine around it: requests that come in any
+number, are cancelled, forked, kept and continued, in a pool that is too small for them, so that preemption is common.
+"""
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lean.config import EngineConfig
+from lean.engine import LLM
+from lean.errors import EngineError, run_main
+from lean.request import RequestOutput, SamplingParams
+
+MAX_ALIVE = 200
+MODEL_LENGTH = 256
+GROWTH = 0.02  # of resident memory, last quarter against second, that passes for noise
+
+
+def tiny_model(folder: Path) -> None:
+    """A checkpoint with random weights and a tokenizer of one token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(["</s>", *alphabet])}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MODEL_LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+
+
+def rss_mib() -> float:
+    """Resident memory of this process; Linux only."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+class Load:
+    """Makes requests, cancels some, continues others, and counts what comes of them."""
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self.llm = llm
+        self.random = random.Random(seed)
+        self.count: Counter[str] = Counter()
+        self.left: dict[int, int] = {}  # per request: its sequences that have not ended
+        self.prompts: dict[int, list[int]] = {}  # of the requests whose cache will be kept
+        self.kept: dict[int, list[int]] = {}  # of ended ones: all that was said
+        self.target = 30
+
+    def params(self) -> SamplingParams:
+        draw = self.random
+        return SamplingParams(
+            max_tokens=draw.choice((1, 4, 16, 64, 200)),
+            temperature=draw.choice((0.0, 0.7, 1.2)),
+            n=draw.choice((1, 1, 1, 2, 4)),
+            top_p=draw.choice((None, 0.9)),
+            repetition_penalty=draw.choice((None, 1.3)),
+            frequency_penalty=draw.choice((0.0, 0.5)),
+            stop=draw.choice(((), ("a",), ("no such text",))),
+            ignore_eos=draw.random() < 0.5,
+            logprobs=draw.choice((None, None, 0, 3)),
+        )
+
+    def add(self) -> None:
+        draw, params = self.random, self.params()
+        continues: int | None = None
+        prompt = [draw.randrange(1, 257) for _ in range(draw.choice((1, 5, 30, 90, 180)))]
+        if self.kept and draw.random() < 0.5:
+            continues, said = self.kept.popitem()
+            prompt = [*said, *prompt][: MODEL_LENGTH - 1]
+        keep = params.n == 1 and draw.random() < 0.3
+        request_id = self.llm.add_request(prompt, params, keep_cache=keep, continues=continues)
+        self.left[request_id] = params.n
+        if keep:
+            self.prompts[request_id] = prompt
+
+    def take(self, output: RequestOutput) -> None:
+        request_id = output.request_id
+        self.count["tokens"] += len(output.token_ids)
+        if request_id in self.prompts:
+            self.prompts[request_id].extend(output.token_ids)
+        if output.finish_reason is None:
+            return
+        if output.finish_reason == "error":
+            raise EngineError(f"request {request_id}: {output.error}")
+        self.left[request_id] -= 1
+        if self.left[request_id]:
+            return
+        del self.left[request_id]
+        self.count["aborted" if output.finish_reason == "abort" else "done"] += 1
+        if request_id in self.prompts:
+            self.kept[request_id] = self.prompts.pop(request_id)
+        while len(self.kept) > 8:
+            oldest = next(iter(self.kept))
+            del self.kept[oldest]
+            self.llm.release(oldest)
+
+    def step(self, adding: bool = True) -> None:
+        """One step, and now and then more or fewer requests."""
+        if adding:
+            if self.random.random() < 0.005:
+                self.target = self.random.choice((1, 4, 30, MAX_ALIVE))
+            while len(self.left) < self.target and self.random.random() < 0.7:
+                self.add()
+            if self.left and self.random.random() < 0.1:
+                self.llm.abort(self.random.choice(list(self.left)))
+        for output in self.llm.step():
+            self.take(output)
+
+    def finish(self) -> None:
+        """No more requests: all end and give everything back, or EngineError."""
+        steps = 0
+        while self.llm.has_work:
+            self.step(adding=False)
+            steps += 1
+            if steps > MAX_ALIVE * 4 * MODEL_LENGTH:
+                raise EngineError(f"{len(self.left)} requests do not end")
+        for request_id in self.kept:
+            self.llm.release(request_id)
+        if self.left or self.llm.stats().bytes_held:
+            raise EngineError(f"{len(self.left)} requests and {self.llm.stats().bytes_held} bytes are left over")
+
+
+def verdict(curve: list[dict[str, float]]) -> tuple[float, str]:
+    """Growth of mean resident memory from the second quarter to the last, and what to think of it."""
+    quarter = len(curve) // 4
+    if not quarter:
+        return 0.0, "too short for a verdict"
+    early, late = (
+        sum(point["rss_mib"] for point in part) / quarter for part in (curve[quarter : 2 * quarter], curve[-quarter:])
+    )
+    growth = late / early - 1
+    word = "memory grows" if growth > GROWTH else "memory stays"
+    return growth, f"{word}: {early:.1f} MiB in the second quarter, {late:.1f} in the last ({growth:+.2%})"
+
+
+def main() -> None:
+    """Run random load for a while and see whether memory stays and everything is given back."""
+    parser = argparse.ArgumentParser(prog="python -m lean.eval.soak", description=main.__doc__)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-dtype", default="int8")
+    parser.add_argument("--num-blocks", type=int, default=24, help="of 16 tokens; fewer means more preemptions")
+    parser.add_argument("--json", type=Path, help="write the curve and the verdict here")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # tiny tensors gain nothing from threads
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model(Path(folder))
+        config = EngineConfig(kv_dtype=args.kv_dtype, block_size=16, num_blocks=args.num_blocks, prefill_chunk=64)
+        llm = LLM(folder, config)
+    load = Load(llm, args.seed)
+    curve: list[dict[str, float]] = []
+    start = time.monotonic()
+    interval = min(60.0, args.minutes * 60 / 8)  # a verdict needs two points in a quarter
+    next_point = start + interval
+    print("minutes    done  aborted  preemptions     tokens   alive  RSS MiB", flush=True)
+    while (now := time.monotonic()) < start + args.minutes * 60 or now >= next_point:
+        load.step()
+        if now < next_point:
+            continue
+        next_point += interval
+        llm._manager.check_integrity()
+        point = {
+            "minutes": (now - start) / 60,
+            "done": load.count["done"],
+            "aborted": load.count["aborted"],
+            "preemptions": llm.num_preemptions,
+            "tokens": load.count["tokens"],
+            "alive": len(load.left),
+            "rss_mib": rss_mib(),
+        }
+        curve.append(point)
+        print(
+            f"{point['minutes']:7.1f} {point['done']:7} {point['aborted']:8} {point['preemptions']:12} "
+            f"{point['tokens']:10} {point['alive']:7} {point['rss_mib']:8.1f}",
+            flush=True,
+        )
+    load.finish()
+    growth, words = verdict(curve)
+    print(f"all requests ended, every block was given back; {words}")
+    if args.json:
+        args.json.write_text(json.dumps({"growth": growth, "verdict": words, "curve": curve}, indent=1) + "\n")
+    if growth > GROWTH:
+        raise EngineError(words)
+
+
+if __name__ == "__main__":
+    run_main(main)

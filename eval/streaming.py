@@ -1,0 +1,161 @@
+"""Does memory stay constant, and the text coherent, past any length? One long run, measured as it goes."""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from lean.config import DEFAULT_MODEL, EngineConfig
+from lean.engine import LLM
+from lean.errors import LeanError, run_main
+from lean.eval.corpus import python_docs
+from lean.report import start_up_line
+from lean.runner import LOGIT_SLICE
+from lean.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Point:
+    """State after ``tokens`` tokens; ``ms_per_token`` and ``nll`` (nats per token) since the point before."""
+
+    tokens: int
+    ms_per_token: float
+    nll: float | None
+    blocks_used: int
+    bytes_held: int
+    rss_bytes: int
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say (not Linux)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+def _point(llm: LLM, tokens: int, count: int, seconds: float, nll: float | None) -> Point:
+    use = llm.stats()
+    blocks = sum(pool.blocks_used for pool in use.pools)
+    return Point(tokens, 1e3 * seconds / count, nll, blocks, use.bytes_held, resident_bytes())
+
+
+@torch.inference_mode()
+def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
+    """Score a text through the cache, a point after about ``every`` tokens."""
+    targets = torch.tensor(token_ids)
+    total, count, done, started = 0.0, 0, 0, time.perf_counter()
+    for position, hidden in llm.hidden_states(token_ids):
+        for start in range(0, hidden.shape[0], LOGIT_SLICE):
+            rows = hidden[start : start + LOGIT_SLICE]
+            wanted = targets[position + start + 1 : position + start + 1 + rows.shape[0]].to(rows.device)
+            logits = llm.logits(rows[: len(wanted)])
+            total += float((logits.logsumexp(-1) - logits.gather(1, wanted[:, None])[:, 0]).sum())
+            count += len(wanted)
+        end = position + hidden.shape[0]
+        if end - done >= every or end == len(token_ids):
+            yield _point(llm, end, end - done, time.perf_counter() - started, total / max(1, count))
+            total, count, done, started = 0.0, 0, end, time.perf_counter()
+
+
+def decode_stream(llm: LLM, prompt: list[int], tokens: int, every: int) -> Iterator[Point]:
+    """Generate ``tokens`` tokens one by one, a point after every ``every``."""
+    params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True)
+    done, started = 0, time.perf_counter()
+    for count, _ in enumerate(llm.stream(prompt, params), 1):
+        if count % every == 0:
+            yield _point(llm, count, count - done, time.perf_counter() - started, None)
+            done, started = count, time.perf_counter()
+
+
+def mean_nll(points: list[Point], start: int, end: int) -> float:
+    """Of the points that lie within start .. end, weighted by their tokens."""
+    total, count, before = 0.0, 0, 0
+    for point in points:
+        if before >= start and point.tokens <= end and point.nll is not None:
+            total += point.nll * (point.tokens - before)
+            count += point.tokens - before
+        before = point.tokens
+    return total / count if count else float("nan")
+
+
+def plot(runs: dict[str, list[Point]], file: str) -> None:
+    """Memory, time and (where scored) NLL of runs over tokens, as one picture. Needs the extra ``eval``."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise LeanError("--plot needs matplotlib: pip install 'lean-inference[eval]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [
+        ("KV cache held, MiB", lambda p: p.bytes_held / 2**20),
+        ("resident memory, MiB", lambda p: p.rss_bytes / 2**20),
+        ("ms per token", lambda p: p.ms_per_token),
+    ]
+    if any(point.nll is not None for points in runs.values() for point in points):
+        panels.append(("NLL, nats per token", lambda p: p.nll))
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.2), layout="constrained")
+    for axis, (title, value) in zip(axes, panels):
+        for name, points in runs.items():
+            axis.plot([p.tokens for p in points], [value(p) for p in points], label=name, linewidth=1.5)
+        axis.set(title=title, xlabel="tokens")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    """Run far past a window, and show memory, time per token and likelihood as they go."""
+    parser = argparse.ArgumentParser(prog="python -m lean.eval.streaming", description=main.__doc__)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--window", type=int, default=508)
+    parser.add_argument("--sinks", type=int, nargs="+", default=[4, 0], help="one run each (default: %(default)s)")
+    parser.add_argument("--kv-dtype", default="int8")
+    parser.add_argument("--generate", action="store_true", help="generate token by token instead of scoring a text")
+    parser.add_argument("--every", type=int, default=1024, help="tokens between points (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write all points there")
+    parser.add_argument("--plot", metavar="FILE", help="draw them there (PNG)")
+    parser.add_argument("--draw", metavar="JSON", nargs="+", help="run nothing: draw points of these files")
+    args = parser.parse_args()
+    runs: dict[str, list[Point]] = {}
+    for file in args.draw or ():
+        runs |= {name: [Point(**p) for p in points] for name, points in json.loads(Path(file).read_text()).items()}
+    model = None
+    for sinks in args.sinks if not args.draw else ():
+        config = EngineConfig(args.kv_dtype, window=args.window, sinks=sinks, max_num_seqs=1)
+        llm = LLM(model or args.model, config, progress=True)
+        model = llm.model
+        print(start_up_line(llm))
+        if args.generate:
+            stream = decode_stream(llm, [model.token_limit // 2], args.tokens, args.every)
+        else:
+            ids = model.tokenizer(python_docs(), add_special_tokens=False)["input_ids"][: args.tokens]
+            stream = score_stream(llm, ids, args.every)
+        name = f"{args.kv_dtype}, window {args.window:,}, {sinks} sinks"
+        points = runs[name] = []
+        for point in stream:
+            points.append(point)
+            nll = "" if point.nll is None else f", NLL {point.nll:.3f}"
+            print(
+                f"{point.tokens:8,} tokens: {point.ms_per_token:7.2f} ms/token, {point.blocks_used} blocks, "
+                f"{point.bytes_held / 2**20:.2f} MiB held, RSS {point.rss_bytes / 2**20:.0f} MiB{nll}",
+                flush=True,
+            )
+        if not args.generate:
+            early, late = mean_nll(points, 2048, 8192), mean_nll(points, 8192, args.tokens)
+            print(f"{name}: NLL of tokens 2,048..8,192 {early:.4f}, of 8,192..{args.tokens:,} {late:.4f}")
+    if args.json:
+        Path(args.json).write_text(json.dumps({n: [asdict(p) for p in points] for n, points in runs.items()}))
+    if args.plot:
+        plot(runs, args.plot)
+
+
+if __name__ == "__main__":
+    run_main(main)
