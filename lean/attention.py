@@ -30,7 +30,8 @@ class AttentionBatch:
         slot_mapping: per pool, int64 [num_tokens], block id x block_size + slot, negative for padding.
         block_tables: per pool, int32 [num_seqs, max_blocks].
         sink_turn: turns queries back for the sink keys; None where no row has lost a token to the window.
-        queries: the load-time self-test gets every layer's query here; None otherwise.
+        queries: the load-time self-test gets every layer's query here, and zeros as the outcome of attention, which
+            then cannot bring positions into the hidden states; None otherwise.
     """
 
     query_start_loc: torch.Tensor
@@ -82,11 +83,12 @@ def lean_attention(
     if (sliding_window or 0) != layer.own_window:
         raise ModelError(f"layer {module.layer_idx} asks for window {sliding_window}, the cache has {layer.own_window}")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if attention_batch.queries is not None:
+        attention_batch.queries[module.layer_idx] = q  # type: ignore[index]
+        return q.new_zeros(1, *q.shape[:2], v.shape[-1]), None
     kv_write(layer.pool, k, v, attention_batch.slot_mapping[group.pool])
     if layer.exact is not None and group.exact_pool is not None:
         kv_write(layer.exact, k, v, attention_batch.slot_mapping[group.exact_pool])
-    if attention_batch.queries is not None:
-        attention_batch.queries[module.layer_idx] = q  # type: ignore[index]
     turn = attention_batch.sink_turn if group.num_sink_tokens else None
     out = paged_attention(
         q,

@@ -86,11 +86,15 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """All groups and pools of a model under one configuration. ``notes`` are lines the user should see."""
+    """All groups and pools of a model under one configuration.
+
+    ``window`` is the user's, 0 where it bounds no layer. ``notes`` are lines the user should see.
+    """
 
     groups: tuple[CacheGroup, ...]
     pools: tuple[PoolSpec, ...]
     block_size: int
+    window: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -214,11 +218,14 @@ def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format:
         {rule.window for rule, pair in zip(rules, wanted) if (rule.k_format, rule.v_format) != pair and rule.window}
     )
     length, _ = config.residual(any(fmt.quantized for pair in wanted for fmt in pair))
-    notes = tuple(
+    notes = [
         f"layers with window {window} stay {dtype_format.name}: the residual of {length} covers them"
         for window in covered
-    )
-    return CachePlan(tuple(groups), tuple(pools), config.block_size, notes)
+    ]
+    window = config.window if config.window and any(not layer.window for layer in layers) else 0
+    if config.window and not window:
+        notes.append(f"window {config.window} changes nothing: every layer of this model has a window of its own")
+    return CachePlan(tuple(groups), tuple(pools), config.block_size, window, tuple(notes))
 
 
 def _most_blocks_spanned(num_tokens: int, block_size: int) -> int:

@@ -138,8 +138,8 @@ class EngineConfig:
         """(residual length, sinks) of a cache that is ``quantized``, in part at least, or not. Raises ConfigError."""
         if self.kv_residual_length and not quantized:
             raise ConfigError(
-                f"kv-residual-length {self.kv_residual_length} has no meaning for kv-dtype {self.kv_dtype}, which is "
-                "stored as is: leave it out or choose a quantized format"
+                f"kv-residual-length {self.kv_residual_length} has no meaning where no layer is quantized "
+                f"(kv-dtype {self.kv_dtype}): leave it out or choose a quantized format"
             )
         length = DEFAULT_RESIDUAL_LENGTH if self.kv_residual_length is None else self.kv_residual_length
         length = length if quantized else 0

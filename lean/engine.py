@@ -79,6 +79,12 @@ class LLM:
         wanted = config.max_model_len or self.size.model_max_len
         if self.size.max_model_len < wanted:
             self.notes.append(f"max-model-len lowered from {wanted} to {self.size.max_model_len}: that is what fits")
+        reach = self.plan.window + self.plan.num_sink_tokens
+        if self.plan.window and reach > info.max_position_embeddings:
+            self.notes.append(
+                f"window {self.plan.window} and {self.plan.num_sink_tokens} sinks reach over {reach} tokens, "
+                f"the model is made for {info.max_position_embeddings}: its answers may suffer; lower --window"
+            )
         length = min(self.size.max_model_len, info.max_position_embeddings)
         self.notes += rotary.install(model.module, length, info.source.name)
         self._manager = BlockManager(self.size.rules, config.block_size)
@@ -94,7 +100,7 @@ class LLM:
         self._to_abort: deque[int] = deque()  # appended to by any thread
         self.peak_use = self.stats()
         try_layers(self._runner, self._manager)
-        if config.window:
+        if self.plan.window:
             rotation = try_rotation(self._runner, self._manager)
             self._runner.sink_rotary = rotation if self.plan.num_sink_tokens else None
         self.load_s = time.perf_counter() - started

@@ -19,8 +19,8 @@ def start_up_line(llm: "LLM") -> str:
     if plan.residual_length:
         residual = f" + last {plan.residual_length} and first {plan.num_exact_sinks} tokens exact"
     window = ""
-    if llm.config.window:
-        window = f", window {llm.config.window:,} + {plan.num_sink_tokens} sinks"
+    if plan.window:
+        window = f", window {plan.window:,} + {plan.num_sink_tokens} sinks"
     pools = " + ".join(
         f"{mib((rule.num_blocks + 1) * pool.block_bytes)} {pool.name}"
         + (" exact" if pool.exact else "")
@@ -43,7 +43,7 @@ def start_up_line(llm: "LLM") -> str:
 
 def out_of_sight(llm: "LLM", num_tokens: int) -> str | None:
     """What the next token of a sequence of ``num_tokens`` no longer sees, in one line; None where it sees all."""
-    window, sinks = llm.config.window, llm.plan.num_sink_tokens
+    window, sinks = llm.plan.window, llm.plan.num_sink_tokens
     if not window or num_tokens < window + sinks:
         return None
     first = f"the first {sinks} and " if sinks else ""

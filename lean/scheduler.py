@@ -70,7 +70,7 @@ class Scheduler:
             raise RequestError(EMPTY_PROMPT)
         if prompt + (not request.keep_hidden) > limit:
             longest = self._size.model_max_len
-            way_out = "that is all the model takes: shorten the prompt"
+            way_out = "that is all the model takes: shorten the prompt, or give a --window"
             if limit < longest:
                 way_out = f"the model takes {longest}: raise --max-model-len or --kv-memory, or shorten the prompt"
             raise RequestError(f"the prompt has {prompt} tokens, max-model-len is {limit} with the answer; {way_out}")

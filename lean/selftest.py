@@ -13,6 +13,7 @@ from lean.scheduler import Chunk
 
 _SEQ_ID = -1  # no request has it
 _NUM_TOKENS = 2
+_POSITION, _SHIFT = 1000, 700
 
 
 def try_layers(runner: Runner, manager: BlockManager) -> None:
@@ -43,30 +44,29 @@ def try_layers(runner: Runner, manager: BlockManager) -> None:
 def try_rotation(runner: Runner, manager: BlockManager) -> SinkRotary:
     """How the queries of full-attention layers are turned back for the sinks, tried on every one of them.
 
-    All that the query of a lone token can owe to its position is its rotation: one at position p, turned back by e,
-    must be the one at p - e. Learned positions, layers without rotation and unknown pairings of dims fail that.
+    With attention's outcome left out, all that a query can owe to its position is its rotation: one at position p,
+    turned back by e, must be the one at p - e. Learned positions, layers without rotation and unknown pairings of dims
+    fail that.
 
     Raises:
         ModelError: this model cannot run with a window.
     """
     info = runner.model.info
     rotation = SinkRotary.of(runner.model.module, info.source.name)
-    position = min(1000, info.max_position_embeddings - 1)
-    shift = position * 7 // 10
-    there = _lone_queries(runner, manager, position)
-    back = _lone_queries(runner, manager, position - shift)
+    there = _lone_queries(runner, manager, _POSITION)
+    back = _lone_queries(runner, manager, _POSITION - _SHIFT)
     # Angles are exact; the model's norms and products round differently from position to position by a few units only.
     tolerance = max(2e-4, 16 * torch.finfo(info.dtype).eps)
     for layer, shape in enumerate(info.layers):
         found, want = (
-            rotation.back(torch.full((len(there[layer]),), shift), there[layer].device)(there[layer]),
+            rotation.back(torch.full((len(there[layer]),), _SHIFT), there[layer].device)(there[layer]),
             back[layer],
         )
         error = float((found - want).abs().max() / want.abs().max())
         if not shape.window and not error <= tolerance:
             raise ModelError(
                 f"{info.source.name}: the positions of layer {layer} are no rotation that lean can turn back "
-                f"(off by {error:.1%}), so it cannot run with a --window"
+                f"(off by {error:.2g} of the largest), so it cannot run with a --window"
             )
     return rotation
 
