@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,6 +14,8 @@ from lean.config import DEFAULT_MODEL, EngineConfig
 from lean.engine import LLM
 from lean.errors import LeanError, run_main
 from lean.eval.corpus import python_docs
+from lean.eval.soak import tiny_model
+from lean.model import LoadedModel
 from lean.report import start_up_line
 from lean.runner import LOGIT_SLICE
 from lean.sampling_params import SamplingParams
@@ -110,6 +113,12 @@ def plot(runs: dict[str, list[Point]], file: str) -> None:
     figure.savefig(file, dpi=120)
 
 
+def tiny_model_loaded() -> LoadedModel:
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model(Path(folder))
+        return LLM(folder).model
+
+
 def main() -> None:
     """Run far past a window, and show memory, time per token and likelihood as they go."""
     parser = argparse.ArgumentParser(prog="python -m lean.eval.streaming", description=main.__doc__)
@@ -118,6 +127,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=508)
     parser.add_argument("--sinks", type=int, nargs="+", default=[4, 0], help="one run each (default: %(default)s)")
     parser.add_argument("--kv-dtype", default="int8")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model with random weights instead, made on the spot"
+    )
     parser.add_argument("--generate", action="store_true", help="generate token by token instead of scoring a text")
     parser.add_argument("--every", type=int, default=1024, help="tokens between points (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write all points there")
@@ -127,7 +139,7 @@ def main() -> None:
     runs: dict[str, list[Point]] = {}
     for file in args.draw or ():
         runs |= {name: [Point(**p) for p in points] for name, points in json.loads(Path(file).read_text()).items()}
-    model = None
+    model = tiny_model_loaded() if args.tiny and not args.draw else None
     for sinks in args.sinks if not args.draw else ():
         config = EngineConfig(args.kv_dtype, window=args.window, sinks=sinks, max_num_seqs=1)
         llm = LLM(model or args.model, config, progress=True)
