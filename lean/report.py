@@ -30,7 +30,10 @@ def start_up_line(llm: "LLM") -> str:
     longest = size.max_model_len
     full, bf16 = plan.bytes_at(longest), plan.bytes_at_bf16(longest)
     length = "any length" if plan.bounded else f"{longest:,} tokens"
-    fit = f"{llm.config.max_num_seqs} sequences fit" if plan.bounded else f"{size.num_tokens:,} tokens fit"
+    seqs = llm.config.max_num_seqs
+    fit = f"{size.num_tokens:,} tokens fit"
+    if plan.bounded:
+        fit = "one sequence fits" if seqs == 1 else f"{seqs} sequences fit"
     mode = ", deterministic" if llm.config.deterministic else ""
     formats = " and ".join(dict.fromkeys(pool.name for pool in plan.pools if not pool.exact))
     return (
