@@ -76,6 +76,8 @@ def lean_attention(
     unknown = [name for name in kwargs if kwargs[name] is not None and name not in _HARMLESS]
     if kwargs.get("is_causal") is False:
         unknown.append("is_causal=False")
+    if attention_mask is not None:
+        unknown.append("a mask of its own")
     if dropout:
         unknown.append("dropout")
     if unknown:

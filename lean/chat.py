@@ -11,7 +11,7 @@ from lean.errors import EMPTY_PROMPT, LeanError, RequestError
 from lean.prompt import encode_chat, encode_next_turn
 from lean.request import RequestOutput
 from lean.sampling_params import SamplingParams
-from lean.signals import deferred_interrupt
+from lean.signals import deferred_interrupt, own_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,8 @@ def talk(llm: "LLM", params: SamplingParams, console: "Console") -> None:
     asked_to_leave = said = False
     while True:
         try:
-            text = _read_message()
+            with own_interrupt():
+                text = _read_message()
         except EOFError:
             print()
             return
@@ -109,9 +110,9 @@ def talk(llm: "LLM", params: SamplingParams, console: "Console") -> None:
             console.print("Ctrl-C once more, or /exit, leaves")
             continue
         asked_to_leave = False
-        command, _, argument = text.strip().partition(" ")
-        if not command:
+        if not text.strip():
             continue
+        command, _, argument = text.rstrip().partition(" ")  # nothing, where a message begins with a space
         if command in ("/exit", "/quit", "/bye"):
             return
         if command == "/help":
@@ -150,13 +151,14 @@ def _print_answer(chat: Conversation, text: str, stats: dict[str, Any], console:
     with deferred_interrupt() as stop:
         answer = chat.ask(text)
         try:
+            # Ctrl-C is heeded after the step that is running.
             for last in answer:
                 tokens += len(last.token_ids)
                 print(last.text, end="", flush=True)
                 if stop.is_set():
                     break
         except LeanError as error:
-            console.print(f"lean: {error}")
+            console.print(f"lean: {error} (or /reset)")
         finally:
             answer.close()
     if last is None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from lean.errors import LeanError
 from lean.pull import ARTEFACTS
 from lean.run import Json, ModelArgument, choose_model, run
-from lean.signals import interruptible
+from lean.signals import INTERRUPTED, interruptible, leave
 from lean.terminal import print_json, stderr
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -89,7 +90,7 @@ def main() -> None:
     except LeanError as error:
         _exit(str(error), error.exit_code)
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
     except Exception as error:
         if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error):
             _exit("out of memory: lower --kv-memory, --max-model-len or --prefill-chunk, or take a smaller model", 1)
@@ -97,8 +98,13 @@ def main() -> None:
             raise
         context = getattr(error, "ctx", None)
         _exit(f"{error.format_message()} (see {context.command_path if context else 'lean'} --help)", 2)
-    if code == 130:
-        _exit("interrupted", 130)
+    if code == INTERRUPTED:
+        # Not through the interpreter's end: it would take its time with torch's modules, and turn the code into a
+        # signal's where the interrupt passed through Python code that a C library ran.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        leave()
     sys.exit(code if isinstance(code, int) else 0)
 
 

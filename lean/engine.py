@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -68,7 +69,7 @@ class LLM:
             self.kernels = backend(device)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        # Everything that can be refused is refused before the weights are read.
+        # What configuration and machine decide is refused before the weights are read.
         self.plan = plan_cache(info.layers, config, raw_format(info.dtype))
         if not isinstance(model, LoadedModel):
             self._size(info, device)
@@ -120,7 +121,7 @@ class LLM:
         keep_cache: bool = False,
         continues: int | None = None,
     ) -> int:
-        """Queue token ids; returns the request's id. Any thread may call it.
+        """Queue token ids; returns the request's id. Any thread may call it; it waits for the step that is running.
 
         Args:
             keep_hidden: for `hidden_states`: sample nothing, keep the hidden state of every token.
@@ -156,7 +157,7 @@ class LLM:
             raise RequestError(f"n {params.n} exceeds max-num-seqs {self.config.max_num_seqs}: raise --max-num-seqs")
         if (keep_cache or keep_hidden) and params.n > 1:
             raise RequestError(f"n {params.n}: only one sequence can be scored, or kept to be continued")
-        with self._lock:
+        with self._exclusive():
             numbers = [next(self._ids) for _ in range(params.n)]
             family = [
                 Request(
@@ -203,7 +204,7 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one step; one output per sequence of `add_request` that got a token or ended, however it did."""
         self._advance()
-        with self._lock:
+        with self._exclusive():
             outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -214,16 +215,28 @@ class LLM:
         finish_reason "abort".
         """
         self._to_abort.append(request_id)
-        if self._lock.acquire(blocking=False):
+        self._abort_if_free()
+
+    def release(self, request_id: int) -> None:
+        """Free the cache of a request that was added with keep_cache and has ended."""
+        with self._exclusive():
+            self._scheduler.release(request_id)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """The engine's state belongs to this thread; what others wanted aborted meanwhile is aborted at the end."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._abort_if_free()
+
+    def _abort_if_free(self) -> None:
+        while self._to_abort and self._lock.acquire(blocking=False):
             try:
                 self._abort_now()
             finally:
                 self._lock.release()
-
-    def release(self, request_id: int) -> None:
-        """Free the cache of a request that was added with keep_cache and has ended."""
-        with self._lock:
-            self._scheduler.release(request_id)
 
     def _abort_now(self) -> None:
         while self._to_abort:
@@ -232,12 +245,9 @@ class LLM:
 
     def _advance(self) -> None:
         """Run one step and hand its outputs to whom they belong."""
-        with self._lock:
+        with self._exclusive():
             self._abort_now()
-            try:
-                self._step()
-            finally:
-                self._abort_now()
+            self._step()
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -349,7 +359,7 @@ class LLM:
     def _wait_for(self, request_id: int) -> Iterator[RequestOutput]:
         """Run steps and yield the outputs of one request; those of others wait for whoever asks."""
         inbox = self._inbox[request_id]
-        while inbox or request_id in self._requests:
+        while request_id in self._requests or inbox:  # in this order, whichever thread runs the last step
             if not inbox:
                 self._advance()
             while inbox:

@@ -43,8 +43,12 @@ class Options:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Options:
-        """The options of a file over the defaults."""
-        return cls.merge(read_yaml(path))
+        """The options of a file over the defaults. Raises ConfigError, naming file and key."""
+        values = read_yaml(path)
+        try:
+            return cls.merge(values)
+        except (ConfigError, RequestError) as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     def to_yaml(self) -> str:
         """All options as a file that `read_yaml` takes; null where they are derived from the model and the machine."""
@@ -55,7 +59,10 @@ class Options:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The options of a YAML file, each possible by itself. Raises ConfigError, naming file and key."""
+    """The options of a YAML file, each possible by itself: what lies over them may make them possible together.
+
+    Raises ConfigError, naming file and key.
+    """
     import yaml
 
     try:
@@ -69,7 +76,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {one_line(key)!r}; known are {', '.join(known)}")
     try:
-        Options.merge(values)
+        for key, value in values.items():
+            Options.merge({"max_num_seqs": 1}, {key: value})
     except (ConfigError, RequestError) as error:
         raise ConfigError(f"{path}: {error}") from None
     return values

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lean.cache_groups import mib, plan_cache
+from lean.cache_groups import ENDLESS, CachePlan, mib, plan_cache
 from lean.config import EngineConfig
 from lean.errors import ConfigError
 
@@ -29,7 +29,7 @@ def start_up_line(llm: "LLM") -> str:
     )
     longest = size.max_model_len
     full, bf16 = plan.bytes_at(longest), plan.bytes_at_bf16(longest)
-    length = "any length" if plan.bounded else f"{longest:,} tokens"
+    length = "any length" if longest == ENDLESS else f"{longest:,} tokens"
     seqs = llm.config.max_num_seqs
     fit = f"{size.num_tokens:,} tokens fit"
     if plan.bounded:
@@ -39,8 +39,8 @@ def start_up_line(llm: "LLM") -> str:
     return (
         f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}; "
         f"KV {formats}{residual}{window}, {plan.bytes_per_token:,} bytes/token; "
-        f"{mib(full)} at {length} (bf16 {mib(bf16)}, {bf16 / full:.2f}x); "
-        f"{fit} in {pools}; kernels: {llm.kernels}{mode}"
+        f"{mib(full)} held at {length} (bf16 {mib(bf16)}, {bf16 / full:.2f}x); "
+        f"{mib(size.nbytes)} allocated, {fit}: {pools}; kernels: {llm.kernels}{mode}"
     )
 
 
@@ -146,12 +146,14 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
 
     info = inspect_model(resolve(name, trust_remote_code=trust_remote_code), "auto", trust_remote_code)
 
-    def cost(kv_dtype: str) -> int | None:
+    def plan(kv_dtype: str) -> CachePlan | None:
         try:
             config = EngineConfig(kv_dtype=kv_dtype, kv_residual_length=0)
-            return plan_cache(info.layers, config, raw_format(info.dtype)).bytes_per_token
+            return plan_cache(info.layers, config, raw_format(info.dtype))
         except ConfigError:
             return None
+
+    plans = {kv_dtype: plan(kv_dtype) for kv_dtype in NAMES}
 
     def one_or_all(values: list[int]) -> int | list[int]:
         return values[0] if len(set(values)) == 1 else values
@@ -169,7 +171,8 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
         "head_dim": one_or_all([layer.k_dim for layer in layers]),
         "windows": [layer.window or None for layer in layers],
         "max_position_embeddings": info.max_position_embeddings,
-        "bytes_per_token": {kv_dtype: cost(kv_dtype) for kv_dtype in NAMES},
+        "bytes_per_token": {name: plan and plan.bytes_per_token for name, plan in plans.items()},
+        "bytes_at_4096_tokens": {name: plan and plan.bytes_at(4096) for name, plan in plans.items()},
     }
 
 
@@ -185,14 +188,14 @@ def print_model_report(report: dict[str, Any]) -> None:
     for key, value in report.items():
         if key == "windows":
             value = f"{len(sliding)} of {len(windows)} layers: {sorted(set(sliding))}" if sliding else "none"
-        if key != "bytes_per_token":
+        if not key.startswith("bytes"):
             facts.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
     console.print(facts)
-    table = Table("KV format", "bytes per token", "vs bf16", "per 4,096 tokens", title="KV cache, all layers")
+    table = Table("KV format", "bytes per token", "vs bf16", "at 4,096 tokens", title="KV cache, all layers")
     for kv_dtype, nbytes in report["bytes_per_token"].items():
         if nbytes is None:
             table.add_row(kv_dtype, "head_dim not divisible by 8", "", "")
         else:
             ratio = report["bytes_per_token"]["bf16"] / nbytes
-            table.add_row(kv_dtype, f"{nbytes:,}", f"{ratio:.2f}x", mib(4096 * nbytes))
+            table.add_row(kv_dtype, f"{nbytes:,}", f"{ratio:.2f}x", mib(report["bytes_at_4096_tokens"][kv_dtype]))
     console.print(table)

@@ -3,8 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -174,10 +172,10 @@ def run(
         if {row.id for row in rows} <= read_done(out, prompts):
             stderr.print(f"nothing to do: every row of {prompts} is in {out}")
             return
-        llm = _load(name, resolve(name, progress=True, trust_remote_code=trust_remote_code), options)
+        llm = _load(name, resolve(name, progress=True, trust_remote_code=options.engine.trust_remote_code), options)
         _answer_file(llm, rows, out, options, chat)
         return
-    source = resolve(name, progress=True, trust_remote_code=trust_remote_code)
+    source = resolve(name, progress=True, trust_remote_code=options.engine.trust_remote_code)
     if talking:
         from lean.chat import talk
 
@@ -203,10 +201,14 @@ def _options(context: typer.Context, config: Path | None, talking: bool, batch: 
         and (source := context.get_parameter_source(name)) is not None
         and source.name != "DEFAULT"
     }
-    file: Mapping[str, Any] = {} if config is None else read_yaml(config)
-    options = Options.merge({"max_tokens": DEFAULT_CHAT_MAX_TOKENS} if talking else {}, file, given)
-    if not batch and "max_num_seqs" not in {**file, **given}:
-        options = replace(options, engine=replace(options.engine, max_num_seqs=options.sampling.n))
+    file: dict[str, Any] = {} if config is None else read_yaml(config)
+    for one, other in (("kv_memory", "num_blocks"), ("num_blocks", "kv_memory")):
+        if one in given:
+            file.pop(other, None)
+    usual: dict[str, Any] = {"max_tokens": DEFAULT_CHAT_MAX_TOKENS} if talking else {}
+    if not batch:
+        usual["max_num_seqs"] = max(1, given.get("n", file.get("n", 1)))
+    options = Options.merge(usual, file, given)
     if options.sampling.n > options.engine.max_num_seqs:
         raise UserError(f"n {options.sampling.n} exceeds max-num-seqs {options.engine.max_num_seqs}: raise that")
     return options

@@ -144,6 +144,12 @@ def test_a_message_may_have_several_lines_and_an_error_does_not_end_the_chat(ter
     assert "max-model-len is 512" in err
 
 
+def test_a_message_that_looks_like_a_command_is_sent_after_a_space(terminal, tmp_path):
+    _, err = terminal(" /exit", "/save a.json")
+    assert json.loads((tmp_path / "a.json").read_text())["messages"][0]["content"] == " /exit"
+    assert "unknown" not in err
+
+
 def test_ctrl_c_at_the_prompt_leaves_only_the_second_time(terminal):
     _, err = terminal(KeyboardInterrupt, "hello", KeyboardInterrupt, "/exit")
     assert err.count("once more") == 2

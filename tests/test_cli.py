@@ -286,6 +286,12 @@ def test_a_file_of_options_lies_under_the_flags_and_can_be_printed(lean, model, 
     assert lean("run", "-p", "hello", "--config", str(file))[:2] == lean("run", model, "hello", "--max-tokens", "2")[:2]
 
 
+def test_a_flag_for_the_size_of_the_cache_replaces_the_other_one_of_the_file(lean, model, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("kv_memory: 1GiB\nmax_num_batched_tokens: 4\n")
+    assert lean("run", model, "hello", "--config", str(file), "--num-blocks", "4", *RUN)[0] == 0
+
+
 def test_several_answers_are_printed_one_after_the_other(lean, model):
     flags = ("--n", "3", "--temperature", "1", "--seed", "5", *RUN)
     result = json.loads(lean("run", model, "hello", *flags, "--json", "--logprobs", "2")[1], parse_constant=no_constant)

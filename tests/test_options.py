@@ -91,3 +91,10 @@ def test_every_option_of_the_ready_made_files_is_valid_and_explained(file):
     for before, line in zip(["", *lines], lines):
         if line and not line.startswith("#"):
             assert before.startswith("#") or ":" in before, f"{line!r} has no comment"
+
+
+def test_a_file_may_hold_what_only_flags_make_possible(tmp_path):
+    file = tmp_path / "few.yaml"
+    file.write_text("max_num_batched_tokens: 4\n")
+    assert Options.merge(read_yaml(file), {"max_num_seqs": 2}).engine.step_tokens == 4
+    assert "max-num-seqs 8" in refusal(Options.from_yaml, file)
