@@ -19,12 +19,13 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 def step_seconds(model: LoadedModel, tokens: list[int], rows: int, context: int, kv_dtype: str, steps: int) -> float:
     """Median seconds of a decode step with so many rows, each behind ``context`` tokens of its own."""
-    length = context + steps + 8
+    answer = 2 * steps + rows * context // 512 + 8
+    length = context + answer
     llm = LLM(model, EngineConfig(kv_dtype, max_num_seqs=rows, max_model_len=length))
     for row in range(rows):
-        llm.add_request(tokens[row * context : (row + 1) * context], greedy(steps + 6))
-    while len(llm.step()) < rows:  # until all of them decode
-        pass
+        llm.add_request(tokens[row * context : (row + 1) * context], greedy(answer))
+    for _ in range(2 + rows * context // llm.config.step_tokens):  # until all of them decode
+        llm.step()
     seconds = []
     for _ in range(steps + 2):
         started = time.perf_counter()

@@ -88,13 +88,21 @@ class Scheduler:
         self.waiting.append(request)
 
     def _fits(self, request: Request) -> bool:
-        """Whether all known tokens of a waiting request fit beside those of the running ones, and one block each."""
+        """Whether all known tokens of a waiting request fit beside those of the running ones.
+
+        And for each one block more, where its course may need it: else a request would often be preempted at once.
+        """
         if self._unbounded is None or not self.running:
             return True
         blocks_for, num_tokens = self._manager.blocks_for, self._manager.num_tokens
-        still = sum(blocks_for(r.num_tokens) - blocks_for(num_tokens(r.id)) + 1 for r in self.running)
-        reusable = self._reusable(request)
-        need = blocks_for(request.num_tokens) - blocks_for(reusable) + 1
+
+        def soon(request: Request, held: int) -> int:
+            """Blocks it will take beside those for the tokens that it holds."""
+            known, most = blocks_for(request.num_tokens), blocks_for(request.max_num_tokens)
+            return min(known + 1, max(known, most)) - blocks_for(held)
+
+        still = sum(soon(r, num_tokens(r.id)) for r in self.running)
+        need = soon(request, self._reusable(request))
         free = self._manager.pools[self._unbounded].num_free
         for seq_id in self.kept:
             if seq_id != request.continues:

@@ -116,11 +116,21 @@ def test_no_more_than_max_num_seqs_run_at_once():
 def test_a_request_is_admitted_when_what_is_known_of_it_fits_beside_the_others():
     course = Course(num_blocks=8)
     course.add(0, prompt=64, max_tokens=17)  # 4 blocks now
-    course.add(1, prompt=40, max_tokens=9)  # 3 blocks, and one more for each of the two: 9 in all
+    course.add(1, prompt=40, max_tokens=20)  # 3 blocks, and one more for each of the two: 9 in all
     course.add(2, prompt=8, max_tokens=1)  # would fit, but waits for its turn
     assert list(course.step()) == [0]
     course.run()
     assert course.ended == [0, 2, 1]
+    assert course.scheduler.num_preemptions == 0
+
+
+def test_as_many_run_as_were_given_room_when_the_cache_holds_the_longest_course_of_each():
+    course = Course(model_length=48, max_num_seqs=6, max_num_batched_tokens=40)
+    assert course.size.num_tokens == 6 * 48
+    for request_id in range(6):
+        course.add(request_id, prompt=20, max_tokens=29)
+    steps = course.run()
+    assert max(len(step) for step in steps) == 6
     assert course.scheduler.num_preemptions == 0
 
 
