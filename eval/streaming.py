@@ -15,6 +15,7 @@ from lean.engine import LLM
 from lean.errors import LeanError, run_main
 from lean.eval.corpus import python_docs
 from lean.eval.soak import tiny_model
+from lean.kv_cache import CacheUse
 from lean.model import LoadedModel
 from lean.report import start_up_line
 from lean.runner import LOGIT_SLICE
@@ -41,8 +42,7 @@ def resident_bytes() -> int:
         return 0
 
 
-def _point(llm: LLM, tokens: int, count: int, seconds: float, nll: float | None) -> Point:
-    use = llm.stats()
+def _point(use: CacheUse, tokens: int, count: int, seconds: float, nll: float | None) -> Point:
     blocks = sum(pool.blocks_used for pool in use.pools)
     return Point(tokens, 1e3 * seconds / count, nll, blocks, use.bytes_held, resident_bytes())
 
@@ -52,6 +52,7 @@ def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
     """Score a text through the cache, a point after about ``every`` tokens."""
     targets = torch.tensor(token_ids)
     total, count, done, started = 0.0, 0, 0, time.perf_counter()
+    use = llm.stats()
     for position, hidden in llm.hidden_states(token_ids):
         for start in range(0, hidden.shape[0], LOGIT_SLICE):
             rows = hidden[start : start + LOGIT_SLICE]
@@ -60,8 +61,9 @@ def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
             total += float((logits.logsumexp(-1) - logits.gather(1, wanted[:, None])[:, 0]).sum())
             count += len(wanted)
         end = position + hidden.shape[0]
+        use = llm.stats() if end < len(token_ids) else use  # the last chunk ends the request and frees everything
         if end - done >= every or end == len(token_ids):
-            yield _point(llm, end, end - done, time.perf_counter() - started, total / max(1, count))
+            yield _point(use, end, end - done, time.perf_counter() - started, total / max(1, count))
             total, count, done, started = 0.0, 0, end, time.perf_counter()
 
 
@@ -71,7 +73,7 @@ def decode_stream(llm: LLM, prompt: list[int], tokens: int, every: int) -> Itera
     done, started = 0, time.perf_counter()
     for count, _ in enumerate(llm.stream(prompt, params), 1):
         if count % every == 0:
-            yield _point(llm, count, count - done, time.perf_counter() - started, None)
+            yield _point(llm.stats(), count, count - done, time.perf_counter() - started, None)
             done, started = count, time.perf_counter()
 
 
@@ -107,7 +109,7 @@ def plot(runs: dict[str, list[Point]], file: str) -> None:
         for name, points in runs.items():
             axis.plot([p.tokens for p in points], [value(p) for p in points], label=name, linewidth=1.5)
         axis.set(title=title, xlabel="tokens")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.15 * axis.get_ylim()[1])
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.savefig(file, dpi=120)
