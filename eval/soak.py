@@ -50,9 +50,16 @@ def tiny_model(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say (not Linux)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def rss_mib() -> float:
-    """Resident memory of this process; Linux only."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return resident_bytes() / 2**20
 
 
 class Load:

@@ -14,7 +14,7 @@ from lean.config import DEFAULT_MODEL, EngineConfig
 from lean.engine import LLM
 from lean.errors import LeanError, run_main
 from lean.eval.corpus import python_docs
-from lean.eval.soak import tiny_model
+from lean.eval.soak import resident_bytes, tiny_model
 from lean.kv_cache import CacheUse
 from lean.model import LoadedModel
 from lean.report import start_up_line
@@ -32,14 +32,6 @@ class Point:
     blocks_used: int
     bytes_held: int
     rss_bytes: int
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not say (not Linux)."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    except OSError:
-        return 0
 
 
 def _point(use: CacheUse, tokens: int, count: int, seconds: float, nll: float | None) -> Point:

@@ -155,11 +155,14 @@ class _Rule:
     num_exact_sinks: int
 
 
-def _layer_rules(layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat) -> list[_Rule]:
-    """The rule of every layer. Raises ConfigError where a head_dim does not fit its format."""
+def _layer_rules(
+    layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat
+) -> tuple[list[_Rule], list[str]]:
+    """The rule of every layer, and notes. Raises ConfigError where a head_dim does not fit its format."""
     formats = layer_formats(len(layers), config.kv_dtype, config.kv_layers, config.kv_skip_layers, dtype_format)
     length, sinks = config.residual(any(fmt.quantized for pair in formats for fmt in pair))
     rules = []
+    covered: set[int] = set()  # windows that the residual covers
     for index, (layer, (k, v)) in enumerate(zip(layers, formats)):
         for name, fmt, dim in (("K", k, layer.k_dim), ("V", v, layer.v_dim)):
             if not fmt.supports(dim):
@@ -173,13 +176,18 @@ def _layer_rules(layers: Sequence[LayerShape], config: EngineConfig, dtype_forma
         if window and window <= exact:  # nothing quantized would ever be read
             k = v = dtype_format
             exact = 0
+            covered.add(window)
         rules.append(_Rule(window, seen, k, v, exact, sinks if exact else 0))
-    return rules
+    notes = [
+        f"layers with window {window} stay {dtype_format.name}: the residual of {length} covers them"
+        for window in sorted(covered)
+    ]
+    return rules, notes
 
 
 def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat) -> CachePlan:
     """Group the layers of a model. ``dtype_format`` is the raw format of the model's dtype. Raises ConfigError."""
-    rules = _layer_rules(layers, config, dtype_format)
+    rules, notes = _layer_rules(layers, config, dtype_format)
     groups: list[CacheGroup] = []
     pools: list[PoolSpec] = []
 
@@ -213,15 +221,6 @@ def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format:
                 exact_pool,
             )
         )
-    wanted = layer_formats(len(layers), config.kv_dtype, config.kv_layers, config.kv_skip_layers, dtype_format)
-    covered = sorted(
-        {rule.window for rule, pair in zip(rules, wanted) if (rule.k_format, rule.v_format) != pair and rule.window}
-    )
-    length, _ = config.residual(any(fmt.quantized for pair in wanted for fmt in pair))
-    notes = [
-        f"layers with window {window} stay {dtype_format.name}: the residual of {length} covers them"
-        for window in covered
-    ]
     window = config.window if config.window and any(not layer.window for layer in layers) else 0
     if config.window and not window:
         notes.append(f"window {config.window} changes nothing: every layer of this model has a window of its own")
