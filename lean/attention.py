@@ -1,7 +1,8 @@
 """lean's attention function and mask function for transformers models, and the batch metadata they travel with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
@@ -9,7 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from lean.errors import ModelError
 from lean.kernels.ops import kv_write, paged_attention
-from lean.kv_cache import KVCache
+from lean.kv_cache import KVCache, LayerCache
 from lean.rotary import SinkTurn
 
 NAME = "lean"
@@ -30,8 +31,8 @@ class AttentionBatch:
         slot_mapping: per pool, int64 [num_tokens], block id x block_size + slot, negative for padding.
         block_tables: per pool, int32 [num_seqs, max_blocks].
         sink_turn: turns queries back for the sink keys; None where no row has lost a token to the window.
-        queries: the load-time self-test gets every layer's query here, and zeros as the outcome of attention, which
-            then cannot bring positions into the hidden states; None otherwise.
+        observer: sees every layer's attention, and may put something else in the place of its outcome; None but for
+            the self-test and measurements.
     """
 
     query_start_loc: torch.Tensor
@@ -40,7 +41,52 @@ class AttentionBatch:
     slot_mapping: tuple[torch.Tensor, ...]
     block_tables: tuple[torch.Tensor, ...]
     sink_turn: SinkTurn | None = None
-    queries: dict[int, torch.Tensor] | None = None
+    observer: "Observer | None" = None
+
+
+class LayerInputs(NamedTuple):
+    """What one layer's attention is given in one step, after RoPE, and its settings.
+
+    query: [num_tokens, num_q_heads, k_dim]; key, value: [num_tokens, num_kv_heads, dim]; sink_logits: [num_q_heads].
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    softcap: float
+    sink_logits: torch.Tensor | None
+
+
+# Takes a layer's inputs and outcome [num_tokens, num_q_heads, v_dim], returns what goes on as the outcome.
+Observer = Callable[[LayerInputs, torch.Tensor], torch.Tensor]
+
+
+def attend(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> torch.Tensor:
+    """Write a layer's new K/V into its cache, then attend to what the cache holds: [num_tokens, num_q_heads, v_dim]."""
+    group = layer.group
+    kv_write(layer.pool, inputs.key, inputs.value, batch.slot_mapping[group.pool])
+    if layer.exact is not None and group.exact_pool is not None:
+        kv_write(layer.exact, inputs.key, inputs.value, batch.slot_mapping[group.exact_pool])
+    turn = batch.sink_turn if group.num_sink_tokens else None
+    return paged_attention(
+        inputs.query,
+        layer.pool,
+        batch.block_tables[group.pool],
+        batch.query_start_loc,
+        batch.seq_lens,
+        scale=inputs.scale,
+        softcap=inputs.softcap,
+        window=group.window,
+        num_sink_tokens=group.num_sink_tokens,
+        query_sink=None if turn is None else turn(inputs.query),
+        exact=layer.exact,
+        exact_block_tables=None if group.exact_pool is None else batch.block_tables[group.exact_pool],
+        residual_length=group.residual_length,
+        num_exact_sinks=group.num_exact_sinks,
+        sink_logits=inputs.sink_logits,
+    )
 
 
 def lean_attention(
@@ -59,7 +105,7 @@ def lean_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write this layer's new K/V into the cache, then attend to what the cache holds.
+    """The function transformers calls instead of its own: `attend`, from and to its shapes.
 
     Args:
         query: [1, num_q_heads, num_tokens, k_dim]; key, value: [1, num_kv_heads, num_tokens, dim], after RoPE.
@@ -71,8 +117,8 @@ def lean_attention(
     Raises:
         ModelError: the model passes something that would be dropped.
     """
-    layer = kv_cache.layers[module.layer_idx]  # type: ignore[index]
-    group = layer.group
+    index: int = module.layer_idx  # type: ignore[assignment]
+    layer = kv_cache.layers[index]
     unknown = [name for name in kwargs if kwargs[name] is not None and name not in _HARMLESS]
     if kwargs.get("is_causal") is False:
         unknown.append("is_causal=False")
@@ -83,32 +129,13 @@ def lean_attention(
     if unknown:
         raise ModelError(f"its attention takes {', '.join(unknown)}, which lean does not compute")
     if (sliding_window or 0) != layer.own_window:
-        raise ModelError(f"layer {module.layer_idx} asks for window {sliding_window}, the cache has {layer.own_window}")
+        raise ModelError(f"layer {index} asks for window {sliding_window}, the cache has {layer.own_window}")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if attention_batch.queries is not None:
-        attention_batch.queries[module.layer_idx] = q  # type: ignore[index]
-        return q.new_zeros(1, *q.shape[:2], v.shape[-1]), None
-    kv_write(layer.pool, k, v, attention_batch.slot_mapping[group.pool])
-    if layer.exact is not None and group.exact_pool is not None:
-        kv_write(layer.exact, k, v, attention_batch.slot_mapping[group.exact_pool])
-    turn = attention_batch.sink_turn if group.num_sink_tokens else None
-    out = paged_attention(
-        q,
-        layer.pool,
-        attention_batch.block_tables[group.pool],
-        attention_batch.query_start_loc,
-        attention_batch.seq_lens,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap or 0.0,
-        window=group.window,
-        num_sink_tokens=group.num_sink_tokens,
-        query_sink=None if turn is None else turn(q),
-        exact=layer.exact,
-        exact_block_tables=None if group.exact_pool is None else attention_batch.block_tables[group.exact_pool],
-        residual_length=group.residual_length,
-        num_exact_sinks=group.num_exact_sinks,
-        sink_logits=s_aux,
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    inputs = LayerInputs(index, q, k, v, scale, softcap or 0.0, s_aux)
+    out = attend(inputs, layer, attention_batch)
+    if attention_batch.observer is not None:
+        out = attention_batch.observer(inputs, out)
     return out.unsqueeze(0), None
 
 

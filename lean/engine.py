@@ -25,10 +25,11 @@ from lean.output import draw, end, joined, score_prompt
 from lean.prompt import encode_chat, encode_prompt
 from lean.quant import raw_format
 from lean.request import FinishReason, Request, RequestOutput
-from lean.runner import LOGIT_SLICE, Runner
+from lean.runner import Runner
 from lean.sampler import Sampler
 from lean.sampling_params import SamplingParams
 from lean.scheduler import Chunk, Scheduler
+from lean.scoring import score_many
 from lean.selftest import try_layers, try_rotation
 from lean.stop_strings import StopStrings
 
@@ -403,51 +404,53 @@ class LLM:
 
         `logits` turns rows into predictions of the next token. Raises EngineError for non-finite numbers.
         """
-        request_id = self._add(token_ids, None, deque(), keep_hidden=True)
-        inbox = self._inbox[request_id]
-        position, ended = 0, False
+        return ((position, hidden) for _, position, hidden in self.hidden_states_of([token_ids]))
+
+    def hidden_states_of(self, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """`hidden_states` of many sequences, which run together as far as they fit.
+
+        Yields (index of the sequence, position of the first row, hidden [rows, hidden_size]); the rows of one sequence
+        come in order.
+        """
+        ids: list[int] = []
         try:
-            while not ended:
-                # Asked before the inbox is emptied, whichever thread runs the last step.
-                ended = request_id not in self._requests
-                while inbox:
-                    output = inbox.popleft()
-                    if output.hidden is not None:
-                        yield position, output.hidden
-                        position += output.hidden.shape[0]
-                    if output.finish_reason in ("error", "abort"):
-                        raise EngineError(output.error or "the request was aborted")
-                if not ended:
+            for sequence in sequences:
+                ids.append(self._add(sequence, None, deque(), keep_hidden=True))
+            waiting = {request_id: (index, 0) for index, request_id in enumerate(ids)}
+            while waiting:
+                for request_id, (index, position) in list(waiting.items()):
+                    # Asked before the inbox is emptied, whichever thread runs the last step.
+                    ended, inbox = request_id not in self._requests, self._inbox[request_id]
+                    while inbox:
+                        output = inbox.popleft()
+                        if output.hidden is not None:
+                            yield index, position, output.hidden
+                            position += output.hidden.shape[0]
+                            waiting[request_id] = index, position
+                        if output.finish_reason in ("error", "abort"):
+                            raise EngineError(output.error or "the request was aborted")
+                    if ended:
+                        del waiting[request_id]
+                        self._forget(request_id)
+                if waiting:
                     self._advance()
         finally:
-            self._forget(request_id)
+            for request_id in ids:
+                self._forget(request_id)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> logits [rows, vocab], float32; rows are best given LOGIT_SLICE at a time."""
         return self._runner.logits(hidden)
 
-    @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Log-probability of every token but the first, given those before it, all read through the cache.
 
-        Logits exist for LOGIT_SLICE rows at once.
+        See `lean.scoring.score_many`, which scores many sequences together.
 
         Returns:
             float32 [len(token_ids) - 1] (float64 for a float64 model), natural logarithm, on the CPU.
         """
-        targets = torch.tensor(list(token_ids), device=self.model.device)
-        # One result made beforehand: small ones made between the slices would keep malloc from reusing their memory.
-        dtype = torch.float64 if self.model.info.dtype is torch.float64 else torch.float32
-        scores = torch.empty(max(0, len(targets) - 1), dtype=dtype)
-        for position, hidden in self.hidden_states(token_ids):
-            for start in range(0, hidden.shape[0], LOGIT_SLICE):
-                rows = hidden[start : start + LOGIT_SLICE]
-                first = position + start + 1
-                wanted = targets[first : first + rows.shape[0]]
-                logits = self.logits(rows[: wanted.shape[0]])
-                score = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(-1)
-                scores[first - 1 : first - 1 + len(wanted)] = score
-        return scores
+        return next(score_many(self, [token_ids]))[1].logprobs
 
     def stats(self) -> CacheUse:
         """What the cache holds now; `peak_use` keeps the moment with the most tokens."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from lean.attention import AttentionBatch
+from lean.attention import AttentionBatch, Observer
 from lean.block_manager import BlockManager
 from lean.kernels.layout import sink_shift
 from lean.kernels.reference import read_slots
@@ -32,7 +32,8 @@ class Runner:
     def _products(self) -> AbstractContextManager:
         return RowTiledProducts() if self._deterministic else nullcontext()
 
-    def _batch(self, chunks: list[Chunk]) -> AttentionBatch:
+    def batch(self, chunks: list[Chunk]) -> AttentionBatch:
+        """Where the chunks' tokens lie in the cache."""
         size = self._manager.block_size
         lengths = [chunk.end - chunk.start for chunk in chunks]
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])
@@ -58,14 +59,11 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def run(self, chunks: list[Chunk], queries: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
-        """Write the chunks' K/V and return the last hidden state of every row, [num_tokens, hidden_size].
-
-        ``queries``: gets every layer's [num_tokens, num_q_heads, k_dim], after RoPE.
-        """
+    def run(self, chunks: list[Chunk], observer: Observer | None = None) -> torch.Tensor:
+        """Write the chunks' K/V and return the last hidden state of every row, [num_tokens, hidden_size]."""
         self.cache.copy(self._manager.copies)
         self._manager.copies.clear()
-        batch = replace(self._batch(chunks), queries=queries)
+        batch = replace(self.batch(chunks), observer=observer)
         ids = [token for chunk in chunks for token in chunk.token_ids]
         with self._products():
             return self.model.hidden(
@@ -85,7 +83,7 @@ class Runner:
     @torch.inference_mode()
     def first_bad_layer(self, chunk: Chunk) -> int | None:
         """The first layer whose K/V of the chunk's tokens in the cache are not finite; None where all are."""
-        batch = self._batch([chunk])
+        batch = self.batch([chunk])
         for index, layer in sorted(self.cache.layers.items()):
             pool = layer.pool
             k, v = read_slots(pool.arena, pool.layout, pool.offset, batch.slot_mapping[layer.group.pool])

@@ -2,6 +2,7 @@
 
 import torch
 
+from lean.attention import LayerInputs
 from lean.block_manager import BlockManager
 from lean.errors import ModelError, one_line
 from lean.kv_cache import CountedLayers
@@ -72,17 +73,24 @@ def try_rotation(runner: Runner, manager: BlockManager) -> SinkRotary:
 
 
 def _lone_queries(runner: Runner, manager: BlockManager, position: int) -> dict[int, torch.Tensor]:
-    """Every layer's queries of a few tokens, each computed alone at ``position``: [tokens, num_q_heads, k_dim]."""
-    found: list[dict[int, torch.Tensor]] = []
+    """Every layer's queries of a few tokens, each computed alone at ``position``: [tokens, num_q_heads, k_dim].
+
+    Attention's outcome is left out: it would bring positions into the hidden states.
+    """
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def observe(inputs: LayerInputs, outcome: torch.Tensor) -> torch.Tensor:
+        found.setdefault(inputs.layer, []).append(inputs.query)
+        return torch.zeros_like(outcome)
+
     runner.position_offset = position
     try:
         for part in range(_NUM_TOKENS):
             probe = Request(_SEQ_ID, [(part + 1) * runner.model.token_limit // (_NUM_TOKENS + 1)], SamplingParams())
             manager.append(probe.id, 1)
-            found.append({})
-            runner.run([Chunk(probe, 0, 1, True)], found[-1])
+            runner.run([Chunk(probe, 0, 1, True)], observe)
             manager.free(probe.id)
     finally:
         runner.position_offset = 0
         manager.free(_SEQ_ID)
-    return {layer: torch.cat([queries[layer] for queries in found]) for layer in found[0]}
+    return {layer: torch.cat(queries) for layer, queries in found.items()}

@@ -275,7 +275,7 @@ def test_a_key_at_its_true_position_would_be_seen(model, oracle):
 def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
     """W13: positions are the true ones; the last sink always stands one behind the first token of the window."""
     llm, rows, shifts, evicted = start(model("llama"), block_size=8, prefill_chunk=5), [], [], []
-    make, rotary = llm._runner._batch, llm._runner.sink_rotary
+    make, rotary = llm._runner.batch, llm._runner.sink_rotary
 
     class Watched:
         def back(self, moved: torch.Tensor, device: torch.device) -> SinkTurn:
@@ -291,7 +291,7 @@ def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
         assert made.positions.tolist() == rows[chunk.start :]
         return made
 
-    llm._runner._batch, llm._runner.sink_rotary = watched, Watched()
+    llm._runner.batch, llm._runner.sink_rotary = watched, Watched()
     hidden(llm, tokens(100))
     assert len(set(evicted)) > 4
     for position, moved in zip(rows, shifts, strict=True):

@@ -1,0 +1,77 @@
+"""Log-probabilities of given tokens, read through the cache: the base of every figure that lean prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lean.errors import EMPTY_PROMPT, RequestError
+from lean.runner import LOGIT_SLICE
+
+if TYPE_CHECKING:
+    from lean.engine import LLM
+
+
+class TokenScores(NamedTuple):
+    """Of every token of a sequence but the first, given those before it.
+
+    logprobs: float32 [n - 1] (float64 for a float64 model), natural logarithm. greedy: bool [n - 1], whether it was the
+    likeliest token (the lowest id among equals). Both on the CPU.
+    """
+
+    logprobs: torch.Tensor
+    greedy: torch.Tensor
+
+
+@torch.inference_mode()
+def _score_rows(llm: LLM, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
+    """Rows [n, hidden_size] against the tokens [n] that they should predict.
+
+    A lone row is doubled on the way: several threads would share its sum and round it otherwise than in company.
+    """
+    logits = llm.logits(hidden if len(hidden) > 1 else hidden.expand(2, -1))
+    logprobs = logits.gather(1, targets[:, None].expand(len(logits), 1))[:, 0] - logits.logsumexp(-1)
+    greedy = logits.argmax(-1) == targets
+    return TokenScores(logprobs[: len(targets)].cpu(), greedy[: len(targets)].cpu())
+
+
+def score_many(llm: LLM, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, TokenScores]]:
+    """Score sequences of token ids together, as many at once as the engine runs.
+
+    Logits exist for LOGIT_SLICE rows at once. The last token of a sequence is a target only, and is not run.
+
+    Yields:
+        (index of the sequence, its scores), as sequences end; a deterministic engine gives the same bits whatever runs
+        beside a sequence.
+
+    Raises:
+        RequestError: a sequence cannot be served. EngineError: the model computes non-finite numbers.
+    """
+    sequences = [list(sequence) for sequence in sequences]
+    dtype = torch.float64 if llm.model.info.dtype is torch.float64 else torch.float32
+    # Results made beforehand: small ones made between the slices would keep malloc from reusing their memory.
+    scores = [
+        TokenScores(torch.empty(max(0, len(ids) - 1), dtype=dtype), torch.empty(max(0, len(ids) - 1), dtype=torch.bool))
+        for ids in sequences
+    ]
+    running = [index for index, ids in enumerate(sequences) if len(ids) > 1]
+    for ids in sequences:
+        if not ids:
+            raise RequestError(EMPTY_PROMPT)
+        if type(ids[-1]) is not int or not 0 <= ids[-1] < llm.model.vocab_size:
+            raise RequestError(f"token id {ids[-1]!r} is no integer from 0 to {llm.model.vocab_size - 1}")
+    for index, ids in enumerate(sequences):
+        if len(ids) == 1:
+            yield index, scores[index]
+    for run, position, hidden in llm.hidden_states_of([sequences[index][:-1] for index in running]):
+        index = running[run]
+        targets = torch.tensor(sequences[index][position + 1 : position + 1 + hidden.shape[0]], device=hidden.device)
+        for start in range(0, hidden.shape[0], LOGIT_SLICE):
+            part = slice(start, start + LOGIT_SLICE)
+            found = _score_rows(llm, hidden[part], targets[part])
+            place = slice(position + start, position + start + len(found.logprobs))
+            scores[index].logprobs[place], scores[index].greedy[place] = found
+        if position + hidden.shape[0] == len(sequences[index]) - 1:
+            yield index, scores[index]

@@ -1,0 +1,93 @@
+"""Scores of given tokens: right by transformers, and the same whatever runs beside a sequence."""
+
+import pytest
+import torch
+from helpers import refusal
+from tiny import tokens
+
+from lean import LLM, EngineConfig
+from lean.errors import EngineError
+from lean.scoring import score_many
+
+SEQUENCES = [tokens(length, seed=length) for length in (5, 130, 2, 64, 65, 1, 33, 200)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return LLM(str(tiny("llama"))).model
+
+
+def engine(model, **config):
+    return LLM(model, EngineConfig(**{"prefill_chunk": 48, "max_num_batched_tokens": 100, **config}))
+
+
+def scored(llm, sequences=SEQUENCES):
+    found = dict(score_many(llm, sequences))
+    assert sorted(found) == list(range(len(sequences)))
+    return [found[index] for index in range(len(sequences))]
+
+
+def test_every_sequence_is_scored_once_and_all_blocks_come_back(model):
+    llm = engine(model)
+    for ids, scores in zip(SEQUENCES, scored(llm)):
+        assert scores.logprobs.shape == scores.greedy.shape == (len(ids) - 1,)
+        assert (scores.logprobs <= 0).all()
+    assert llm.stats().tokens_held == 0
+    assert not llm.has_work
+
+
+def test_a_token_is_greedy_iff_it_is_the_likeliest(model):
+    llm = engine(model)
+    ids = SEQUENCES[3]
+    logits = llm.logits(torch.cat([rows for _, rows in llm.hidden_states(ids[:-1])]))
+    ids = [*ids[:10], int(logits[9].argmax()), *ids[11:]]
+    logits = llm.logits(torch.cat([rows for _, rows in llm.hidden_states(ids[:-1])]))
+    (scores,) = scored(llm, [ids])
+    assert scores.greedy.tolist() == (logits.argmax(-1) == torch.tensor(ids[1:])).tolist()
+    assert scores.greedy[9]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "k8v4"])
+def test_scores_of_a_deterministic_engine_do_not_depend_on_the_batch(model, kv_dtype):
+    alone = [scored(engine(model, kv_dtype=kv_dtype, deterministic=True), [ids])[0] for ids in SEQUENCES]
+    for size in (1, 2, 8):
+        together = scored(engine(model, kv_dtype=kv_dtype, deterministic=True, max_num_seqs=size))
+        for one, other in zip(alone, together):
+            assert torch.equal(one.logprobs, other.logprobs)
+            assert torch.equal(one.greedy, other.greedy)
+
+
+def test_four_copies_score_as_five_do(model):
+    ids = SEQUENCES[1]
+    for copies in range(1, 9):
+        for scores in scored(engine(model, kv_dtype="fp32"), [ids] * copies):
+            torch.testing.assert_close(scores.logprobs, engine(model, kv_dtype="fp32").score(ids), atol=1e-5, rtol=0)
+
+
+def test_the_last_token_is_no_part_of_the_longest_sequence(model):
+    llm = engine(model, max_model_len=64, block_size=8)
+    assert len(llm.score(tokens(65))) == 64
+    assert "64" in refusal(llm.score, tokens(66))
+    assert llm.stats().tokens_held == 0
+
+
+def test_what_cannot_be_scored_is_refused_before_anything_runs(model):
+    llm = engine(model)
+    assert "empty" in refusal(scored, llm, [[5, 6], []])
+    assert "token id 9999" in refusal(scored, llm, [[5, 9999]])
+    assert "token id -1" in refusal(scored, llm, [[5, -1, 6]])
+    assert not llm.has_work
+
+
+def test_leaving_early_or_failing_frees_everything(model, monkeypatch):
+    llm = engine(model, max_num_seqs=2)
+    scores = score_many(llm, SEQUENCES)
+    next(scores)
+    scores.close()
+    assert not llm.has_work
+    assert llm.stats().tokens_held == 0
+    run = llm._runner.run
+    monkeypatch.setattr(llm._runner, "run", lambda chunks: run(chunks) * torch.nan)
+    with pytest.raises(EngineError, match="non-finite"):
+        scored(llm)
+    assert llm.stats().tokens_held == 0
