@@ -1,116 +1,194 @@
-"""How faithful a cache is: KL divergence and agreement against another engine on the same tokens."""
+"""How faithful a cache is: KL divergence and agreement with the exact cache on the same tokens."""
 
-import argparse
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from lean.cache_groups import plan_cache
-from lean.config import DEFAULT_MODEL, EngineConfig
+from lean.config import EngineConfig
 from lean.engine import LLM
-from lean.errors import run_main
-from lean.eval.corpus import python_docs, text_hash
-from lean.quant.formats import BF16
+from lean.eval.perplexity import Part, ScoredText, mean_and_stderr
+from lean.model import LoadedModel
 from lean.runner import LOGIT_SLICE
+from lean.sampling_params import SamplingParams
+
+_TOP = 5
+
+
+def full_config(config: EngineConfig) -> EngineConfig:
+    """Nothing quantized and nothing out of sight: shows what a window costs too."""
+    return replace(config.exact(), window=None, sinks=None)
+
+
+def floor_config(config: EngineConfig) -> EngineConfig:
+    """The exact cache at another chunk size: it differs by rounding alone, which no format can be below."""
+    return replace(config.exact(), prefill_chunk=max(1, config.prefill_chunk // 4))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The exact cache's hidden states of a text, per part [tokens, hidden_size]: what its logits are made from."""
+
+    llm: LLM
+    scored: ScoredText
+    hidden: list[torch.Tensor]
+
+
+def _rows(part: Part) -> int:
+    """Rows of a part that are run: its last token is a target only."""
+    return len(part.token_ids) - 1
+
+
+@torch.inference_mode()
+def read_reference(llm: LLM, scored: ScoredText, progress: Callable[[int], None] | None = None) -> Reference:
+    """Run a text through the exact cache."""
+    parts = scored.parts
+    hidden: list[torch.Tensor] = [torch.empty(0)] * len(parts)
+    for index, position, rows in llm.hidden_states_of([part.token_ids[:-1] for part in parts]):
+        if not position:
+            hidden[index] = rows.new_empty(_rows(parts[index]), rows.shape[1])
+        hidden[index][position : position + len(rows)] = rows
+        if progress is not None:
+            progress(len(rows))
+    return Reference(llm, scored, hidden)
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Per token: natural-log KL(reference || candidate); over all tokens: agreement of the likeliest token.
+    """A candidate cache beside the exact one, over the scored tokens of a text; standard errors take these as
+    independent.
 
-    ``perplexity`` is the candidate's, over tokens 1 .. n - 1.
+    Attributes:
+        kld_*: natural-log KL(exact || candidate) of the next-token distributions: mean, median, 99th and 99.9th
+            percentile.
+        top1: share of tokens whose likeliest prediction is the same. top5: mean share of the exact cache's five
+            likeliest that are among the candidate's five.
+        ppl, ppl_exact: token perplexity with either cache. nll_delta: mean difference in nats per token, and its error:
+            the same tokens are compared, so it is far more certain than the perplexities are.
     """
 
-    num_tokens: int
-    perplexity: float
-    mean_kld: float
-    stderr_kld: float
-    median_kld: float
-    p999_kld: float
+    tokens_scored: int
+    kld_mean: float
+    kld_stderr: float
+    kld_median: float
+    kld_p99: float
+    kld_p999: float
     top1: float
-
-
-def _slices(llm: LLM, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Last hidden states in slices of LOGIT_SLICE rows, whatever chunks the engine runs; the last may be shorter."""
-    held = None
-    for _, rows in llm.hidden_states(token_ids):
-        held = rows if held is None else torch.cat((held, rows))
-        while held.shape[0] >= LOGIT_SLICE:
-            yield held[:LOGIT_SLICE]
-            held = held[LOGIT_SLICE:]
-    if held is not None and held.shape[0]:
-        yield held
+    top1_stderr: float
+    top5: float
+    top5_stderr: float
+    ppl: float
+    ppl_exact: float
+    nll_delta: float
+    nll_delta_stderr: float
 
 
 @torch.inference_mode()
-def compare(reference: LLM, candidate: LLM, token_ids: Sequence[int]) -> Fidelity:
-    """Score the same tokens through both engines side by side; logits exist for LOGIT_SLICE rows at once."""
-    targets = torch.tensor(list(token_ids))
-    klds, agreed, scores = [], [], []
-    position = 0
-    for ref_rows, rows in zip(_slices(reference, token_ids), _slices(candidate, token_ids), strict=True):
-        p = reference.logits(ref_rows).log_softmax(-1)
-        q = candidate.logits(rows).log_softmax(-1)
-        klds.append((p.exp() * (p - q)).sum(-1).cpu())
-        agreed.append((p.argmax(-1) == q.argmax(-1)).cpu())
-        wanted = targets[position + 1 : position + 1 + q.shape[0]].to(q.device)
-        scores.append(q[: wanted.shape[0]].gather(1, wanted[:, None])[:, 0].cpu())
-        position += q.shape[0]
-    kld = torch.cat(klds).double()
+def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None] | None = None) -> Fidelity:
+    """Score the reference's text through another cache of the same model; logits exist for LOGIT_SLICE rows at once.
+
+    Raises EngineError for non-finite numbers.
+    """
+    parts = reference.scored.parts
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + _rows(part))
+    columns = torch.empty(5, starts[-1], dtype=torch.float64)  # KLD, top-1, top-5, NLL exact, NLL candidate
+    for index, position, hidden in candidate.hidden_states_of([part.token_ids[:-1] for part in parts]):
+        targets = torch.tensor(parts[index].token_ids[position + 1 :][: len(hidden)], device=hidden.device)
+        for start in range(0, len(hidden), LOGIT_SLICE):
+            rows = hidden[start : start + LOGIT_SLICE]
+            first = position + start
+            exact_rows = reference.hidden[index][first : first + len(rows)]
+            place = slice(starts[index] + first, starts[index] + first + len(rows))
+            columns[:, place] = _compare_rows(
+                reference.llm.logits(exact_rows), candidate.logits(rows), targets[start : start + len(rows)]
+            )
+        if progress is not None:
+            progress(len(hidden))
+    scored = [
+        torch.arange(starts[index] + part.first - 1, starts[index] + _rows(part)) for index, part in enumerate(parts)
+    ]
+    kld, top1, top5, exact, nll = columns[:, torch.cat(scored)]
+    kld_mean, kld_stderr = mean_and_stderr(kld)
+    top1_mean, top1_stderr = mean_and_stderr(top1)
+    top5_mean, top5_stderr = mean_and_stderr(top5)
+    delta, delta_stderr = mean_and_stderr(nll - exact)
     return Fidelity(
-        num_tokens=kld.numel(),
-        perplexity=float(torch.cat(scores).double().mean().neg().exp()),
-        mean_kld=float(kld.mean()),
-        stderr_kld=float(kld.std() / kld.numel() ** 0.5),
-        median_kld=float(kld.median()),
-        p999_kld=float(kld.quantile(0.999)),
-        top1=float(torch.cat(agreed).double().mean()),
+        tokens_scored=len(kld),
+        kld_mean=kld_mean,
+        kld_stderr=kld_stderr,
+        kld_median=float(kld.median()),
+        kld_p99=float(kld.quantile(0.99)),
+        kld_p999=float(kld.quantile(0.999)),
+        top1=top1_mean,
+        top1_stderr=top1_stderr,
+        top5=top5_mean,
+        top5_stderr=top5_stderr,
+        ppl=math.exp(float(nll.mean())),
+        ppl_exact=math.exp(float(exact.mean())),
+        nll_delta=delta,
+        nll_delta_stderr=delta_stderr,
     )
 
 
-ROWS = ("int8:0", "fp8:0", "k8v4:0", "int4:0", "int8", "fp8", "k8v4", "int4")
-FLOOR_CHUNK = 128
+def _compare_rows(exact: torch.Tensor, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, vocab] of both caches -> the five columns of `compare`, [5, rows], on the CPU."""
+    p, q = exact.log_softmax(-1), found.log_softmax(-1)
+    kld = (p.exp() * (p - q)).sum(-1)
+    ours, theirs = q.topk(_TOP).indices, p.topk(_TOP).indices
+    same = (ours[:, :, None] == theirs[:, None]).any(1).double().mean(-1)
+    nll = [-x.gather(1, targets[:, None])[:, 0] for x in (p, q)]
+    agree = p.argmax(-1) == q.argmax(-1)
+    return torch.stack([kld.double(), agree.double(), same, *(x.double() for x in nll)]).cpu()
 
 
-def main() -> None:
-    """Print the fidelity of cache formats against the exact cache, for one model and Python's help topics."""
-    parser = argparse.ArgumentParser(prog="python -m lean.eval.fidelity", description=main.__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--dtype", default="float32", help="of weights and activations (default: %(default)s)")
-    parser.add_argument(
-        "--formats", nargs="+", default=ROWS, metavar="FORMAT[:R]", help="kv-dtype[:residual] (default: %(default)s)"
+@dataclass(frozen=True)
+class Divergence:
+    """Tokens of greedy continuations before the first one that differs; one that never does counts as ``max_tokens``.
+
+    ``identical``: how many of the prompts' continuations never differed.
+    """
+
+    mean: float
+    stderr: float
+    identical: int
+    prompts: int
+    max_tokens: int
+
+
+def greedy_continuations(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Token ids of greedy continuations, all of them ``max_tokens`` long."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        ignore_eos=True,
     )
-    args = parser.parse_args()
-    exact = EngineConfig(kv_dtype="auto", dtype=args.dtype, max_num_seqs=1)
-    reference = LLM(args.model, exact, progress=True)
-    text = python_docs()
-    ids = reference.model.tokenizer(text[: args.tokens * 8], add_special_tokens=False)["input_ids"][: args.tokens]
-    count = len(ids)
-    print(f"{args.model}, {args.dtype}, {count} tokens of python-docs (sha256 {text_hash(text)[:16]}), no BOS added,")
-    print(f"chunk {exact.prefill_chunk}; sizes against bf16: per token, and with blocks and residual at {count} tokens")
-    print(f"{'format':11} {'R':>3} {'token':>6} {'held':>6} {'ppl':>8} {'mean KLD':>20} {'p99.9':>8} {'top-1':>6}")
-
-    def row(name: str, config: EngineConfig) -> None:
-        engine = LLM(reference.model, config)
-        result = compare(reference, engine, ids)
-        # Exact copies are stored in the model's dtype; sizes are told for a bf16 model.
-        plan = plan_cache(reference.model.info.layers, config, BF16)
-        token = plan.bytes_per_token_bf16 / plan.bytes_per_token
-        held = plan.bytes_at_bf16(count) / plan.bytes_at(count)
-        print(
-            f"{name:11} {plan.residual_length:3} {token:5.2f}x {held:5.2f}x {result.perplexity:8.3f} "
-            f"{result.mean_kld:10.6f} ±{result.stderr_kld:.6f} {result.p999_kld:8.4f} {result.top1:6.3f}",
-            flush=True,
-        )
-
-    # The floor: the exact cache at another chunk, which differs by rounding alone.
-    row(f"exact/{FLOOR_CHUNK}", replace(exact, dtype="auto", prefill_chunk=FLOOR_CHUNK))
-    for spec in args.formats:
-        kv_dtype, _, residual = spec.partition(":")
-        row(kv_dtype, EngineConfig(kv_dtype, kv_residual_length=int(residual) if residual else None, max_num_seqs=1))
+    return [output.token_ids for output in llm.generate(prompts, params)]
 
 
-if __name__ == "__main__":
-    run_main(main)
+def divergence(exact: list[list[int]], found: list[list[int]]) -> Divergence:
+    """How long two caches say the same."""
+    lengths = [
+        next((step for step, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), len(a)) for a, b in zip(exact, found)
+    ]
+    longest = max(map(len, exact))
+    mean, stderr = mean_and_stderr(torch.tensor(lengths))
+    return Divergence(mean, stderr, sum(length == longest for length in lengths), len(lengths), longest)
+
+
+def prompts_of(token_ids: Sequence[int], count: int, length: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` tokens, spread evenly over a text; fewer where it is too short for that."""
+    room = max(0, len(token_ids) - length)
+    starts = sorted({round(room * index / max(1, count - 1)) for index in range(count)})
+    return [list(token_ids[start : start + length]) for start in starts]
+
+
+def floor(reference: Reference, model: LoadedModel, config: EngineConfig) -> Fidelity:
+    """What rounding alone does: the exact cache at a quarter of the chunk."""
+    return compare(reference, LLM(model, floor_config(config)))

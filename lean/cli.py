@@ -9,8 +9,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from lean.errors import LeanError
+from lean.flags import Json, ModelArgument, choose_model
 from lean.pull import ARTEFACTS
-from lean.run import Json, ModelArgument, choose_model, run
+from lean.run import run
 from lean.signals import INTERRUPTED, interruptible, leave
 from lean.terminal import print_json, stderr
 

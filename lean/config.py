@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from lean.errors import ConfigError, one_line
 from lean.kernels.layout import BLOCK_SIZES
@@ -133,6 +133,15 @@ class EngineConfig:
     def step_tokens(self) -> int:
         """Most tokens of one step."""
         return self.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, self.prefill_chunk, self.max_num_seqs)
+
+    def exact(self) -> EngineConfig:
+        """The same engine with the cache in the model's own dtype. A window stays."""
+        sinks = self.sinks if self.window else None
+        return replace(self, kv_dtype="auto", kv_layers=None, kv_skip_layers=None, kv_residual_length=None, sinks=sinks)
+
+    def without_residual(self) -> EngineConfig:
+        """The same engine reading every key and value that it quantizes from the quantized blocks."""
+        return replace(self, kv_residual_length=0, sinks=self.sinks if self.window else None)
 
     def residual(self, quantized: bool) -> tuple[int, int]:
         """(residual length, sinks) of a cache that is ``quantized``, in part at least, or not. Raises ConfigError."""

@@ -1,6 +1,5 @@
 """``lean run``: its options, and which of its three ways to run is meant: one answer, a file of prompts, or a chat."""
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from lean.config import DEFAULT_CHAT_MAX_TOKENS, DEFAULT_MAX_TOKENS, DEFAULT_MODEL, KV_DTYPE_HELP, EngineConfig
+from lean.config import DEFAULT_CHAT_MAX_TOKENS, DEFAULT_MAX_TOKENS
 from lean.errors import EMPTY_PROMPT, LeanError, UserError
+from lean.flags import Json, ModelArgument, choose_model, engine_flags, given_options, option, start
 from lean.terminal import print_json, stderr
 
 if TYPE_CHECKING:
@@ -18,36 +18,10 @@ if TYPE_CHECKING:
     from lean.hub import ModelSource
     from lean.options import Options
 
-_DEFAULT = EngineConfig()
-
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help=f"Folder, .gguf file, pulled name or hub id; LEAN_MODEL, else {DEFAULT_MODEL}.",
-        show_default=False,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
-
-
-def _option(help: str, default: str = "", **more: Any) -> Any:
-    """An option whose default is said in words."""
-    return typer.Option(help=help, show_default=default or False, **more)
-
-
 _SAMPLING = "the model's generation_config"
 
 
-def choose_model(model: str | None) -> str:
-    """MODEL, else LEAN_MODEL, else the demo model; says which one it took."""
-    if model:
-        return model
-    chosen = os.environ.get("LEAN_MODEL")
-    stderr.print(f"model: {chosen or DEFAULT_MODEL} ({'LEAN_MODEL' if chosen else 'the default'})")
-    return chosen or DEFAULT_MODEL
-
-
+@engine_flags
 def run(
     context: typer.Context,
     model: ModelArgument = None,
@@ -61,88 +35,37 @@ def run(
     ] = None,
     prompt_option: Annotated[str | None, typer.Option("--prompt", "-p", help="PROMPT as an option.")] = None,
     prompts: Annotated[
-        Path | None, _option("Answer every line of a file: {'prompt': ...} or {'messages': [...]}.", metavar="JSONL")
+        Path | None, option("Answer every line of a file: {'prompt': ...} or {'messages': [...]}.", metavar="JSONL")
     ] = None,
     out: Annotated[
-        Path | None, _option("Where the answers to --prompts go; rows already there are skipped.", metavar="JSONL")
-    ] = None,
-    config: Annotated[Path | None, _option("Options from a file; flags win.", metavar="YAML")] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the options in force as YAML, and run nothing.")
-    ] = False,
-    kv_dtype: Annotated[str, typer.Option(help=KV_DTYPE_HELP)] = _DEFAULT.kv_dtype,
-    kv_layers: Annotated[
-        str | None, _option("Formats of single layers, e.g. '0-1:bf16,2-15:k8v4,16-:int4'; the others: --kv-dtype.")
-    ] = None,
-    kv_skip_layers: Annotated[
-        str | None, _option("Layers that stay unquantized, e.g. 0,1,-1.", metavar="LAYERS")
-    ] = None,
-    window: Annotated[
-        int | None, _option("See only the last so many tokens and the sinks: constant memory, any length.", "none")
-    ] = None,
-    kv_residual_length: Annotated[
-        int | None, _option("Read the last so many tokens exact.", "64 for quantized formats, else 0")
-    ] = None,
-    sinks: Annotated[
-        int | None,
-        _option("The first so many tokens stay visible for ever under a window, and exact with a residual.", "4"),
+        Path | None, option("Where the answers to --prompts go; rows already there are skipped.", metavar="JSONL")
     ] = None,
     max_tokens: Annotated[
-        int, _option("Most tokens to generate.", f"{DEFAULT_MAX_TOKENS}, in a chat {DEFAULT_CHAT_MAX_TOKENS}")
+        int, option("Most tokens to generate.", f"{DEFAULT_MAX_TOKENS}, in a chat {DEFAULT_CHAT_MAX_TOKENS}")
     ] = DEFAULT_MAX_TOKENS,
-    temperature: Annotated[float | None, _option("0 is greedy.", f"{_SAMPLING}, else 0")] = None,
+    temperature: Annotated[float | None, option("0 is greedy.", f"{_SAMPLING}, else 0")] = None,
     top_p: Annotated[
-        float | None, _option("Sample among the fewest tokens that have this probability.", _SAMPLING)
+        float | None, option("Sample among the fewest tokens that have this probability.", _SAMPLING)
     ] = None,
-    top_k: Annotated[int | None, _option("Sample among the likeliest so many.", _SAMPLING)] = None,
+    top_k: Annotated[int | None, option("Sample among the likeliest so many.", _SAMPLING)] = None,
     min_p: Annotated[
-        float | None, _option("Drop tokens less than so many times as likely as the likeliest.", _SAMPLING)
+        float | None, option("Drop tokens less than so many times as likely as the likeliest.", _SAMPLING)
     ] = None,
     repetition_penalty: Annotated[
-        float | None, _option("Above 1: make tokens of prompt and answer less likely.", f"{_SAMPLING}, else 1")
+        float | None, option("Above 1: make tokens of prompt and answer less likely.", f"{_SAMPLING}, else 1")
     ] = None,
     presence_penalty: Annotated[float, typer.Option(help="Taken off the logits of tokens in the answer.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="The same, once for each time they are there.")] = 0.0,
-    seed: Annotated[int | None, _option("Make sampling repeatable.", "drawn")] = None,
+    seed: Annotated[int | None, option("Make sampling repeatable.", "drawn")] = None,
     n: Annotated[int, typer.Option("--n", help="Answers to the prompt.")] = 1,
-    stop: Annotated[list[str] | None, _option("Text that ends the answer; may be given again.")] = None,
+    stop: Annotated[list[str] | None, option("Text that ends the answer; may be given again.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
-    logprobs: Annotated[int | None, _option("With --json: log-probabilities, and those of so many others.")] = None,
+    logprobs: Annotated[int | None, option("With --json: log-probabilities, and those of so many others.")] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template.", show_default="where there is one")
     ] = None,
-    max_model_len: Annotated[
-        int | None, _option("Longest prompt and answer together, in tokens.", "the model's, or what fits")
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        _option(
-            "Memory of the KV cache, e.g. 512MiB.",
-            "90% of free GPU memory; on a CPU what the sequences can need, at most 1/4 of what is free",
-            metavar="SIZE",
-        ),
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per cache block.")] = _DEFAULT.block_size,
-    num_blocks: Annotated[int | None, _option("Cache blocks, instead of --kv-memory.", "from the memory")] = None,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Most prompt tokens of a sequence in a step.")
-    ] = _DEFAULT.prefill_chunk,
-    max_num_seqs: Annotated[
-        int, _option("Sequences that run at once.", f"n, with --prompts {_DEFAULT.max_num_seqs}")
-    ] = _DEFAULT.max_num_seqs,
-    max_num_batched_tokens: Annotated[
-        int | None, _option("Most tokens of all sequences in a step.", "512, or --prefill-chunk")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto, bfloat16, float16, float32 or float64: weights and activations.")
-    ] = _DEFAULT.dtype,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = _DEFAULT.device,
-    threads: Annotated[int | None, _option("CPU threads.", "torch's choice")] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits whatever the chunk or batch; slower.")
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    no_probe: Annotated[
+        bool, typer.Option("--no-probe", help="Do not try, once per model and format, whether the format suits it.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -157,8 +80,8 @@ def run(
     if prompts is not None and (text is not None or json):
         raise UserError(f"--prompts {prompts} holds the prompts: leave out PROMPT and --json")
     talking = prompts is None and text is None and not json and sys.stdin.isatty() and sys.stdout.isatty()
-    options = _options(context, config, talking, prompts is not None)
-    if print_config:
+    options = _options(context, talking, prompts is not None)
+    if context.params["print_config"]:
         print(options.to_yaml(), end="")
         return
     name = choose_model(options.model)
@@ -172,8 +95,8 @@ def run(
         if {row.id for row in rows} <= read_done(out, prompts):
             stderr.print(f"nothing to do: every row of {prompts} is in {out}")
             return
-        llm = _load(name, resolve(name, progress=True, trust_remote_code=options.engine.trust_remote_code), options)
-        _answer_file(llm, rows, out, options, chat)
+        source = resolve(name, progress=True, trust_remote_code=options.engine.trust_remote_code)
+        _answer_file(_load(name, source, options, no_probe), rows, out, options, chat)
         return
     source = resolve(name, progress=True, trust_remote_code=options.engine.trust_remote_code)
     if talking:
@@ -181,48 +104,36 @@ def run(
 
         if chat is False:
             raise UserError("--no-chat completes a text: give a PROMPT")
-        talk(_load(name, source, options), options.sampling, stderr)
+        talk(_load(name, source, options, no_probe), options.sampling, stderr)
         return
     text = _read_prompt(text)
     if not text:
         raise UserError(EMPTY_PROMPT)
-    _answer(_load(name, source, options), text, chat, options, json)
+    _answer(_load(name, source, options, no_probe), text, chat, options, json)
 
 
-def _options(context: typer.Context, config: Path | None, talking: bool, batch: bool) -> "Options":
-    """Flags over the file over what this way to run takes by default."""
-    from lean.options import ENGINE_KEYS, SAMPLING_KEYS, Options, read_yaml
+def _options(context: typer.Context, talking: bool, batch: bool) -> "Options":
+    """The options given, over what this way to run takes by default."""
 
-    given: dict[str, Any] = {
-        name: value
-        for name, value in context.params.items()
-        if name in ("model", *ENGINE_KEYS, *SAMPLING_KEYS)
-        and value is not None
-        and (source := context.get_parameter_source(name)) is not None
-        and source.name != "DEFAULT"
-    }
-    file: dict[str, Any] = {} if config is None else read_yaml(config)
-    for one, other in (("kv_memory", "num_blocks"), ("num_blocks", "kv_memory")):
-        if one in given:
-            file.pop(other, None)
-    usual: dict[str, Any] = {"max_tokens": DEFAULT_CHAT_MAX_TOKENS} if talking else {}
-    if not batch:
-        usual["max_num_seqs"] = max(1, given.get("n", file.get("n", 1)))
-    options = Options.merge(usual, file, given)
+    def usual(given: dict[str, Any]) -> dict[str, Any]:
+        length: dict[str, Any] = {"max_tokens": DEFAULT_CHAT_MAX_TOKENS} if talking else {}
+        return length if batch else {**length, "max_num_seqs": max(1, given.get("n", 1))}
+
+    options = given_options(context, usual)
     if options.sampling.n > options.engine.max_num_seqs:
         raise UserError(f"n {options.sampling.n} exceeds max-num-seqs {options.engine.max_num_seqs}: raise that")
     return options
 
 
-def _load(name: str, source: "ModelSource", options: "Options") -> "LLM":
-    from lean.engine import LLM
-    from lean.report import start_up_line
+def _load(name: str, source: "ModelSource", options: "Options", no_probe: bool) -> "LLM":
+    from lean.probe import probe
 
-    with stderr.status(Text(f"loading {name}")):
-        llm = LLM(source, options.engine)
-    for note in llm.notes:
-        stderr.print(f"note: {note}")
-    stderr.print(start_up_line(llm))
+    llm = start(name, source, options)
+    if not no_probe:
+        with stderr.status(Text(f"trying {options.engine.kv_dtype} on this model")):
+            verdict = probe(llm)
+        if verdict is not None and verdict.warning:
+            stderr.print(f"warning: {verdict.warning}")
     return llm
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,10 +37,13 @@ def _score_rows(llm: LLM, hidden: torch.Tensor, targets: torch.Tensor) -> TokenS
     return TokenScores(logprobs[: len(targets)].cpu(), greedy[: len(targets)].cpu())
 
 
-def score_many(llm: LLM, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, TokenScores]]:
+def score_many(
+    llm: LLM, sequences: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
+) -> Iterator[tuple[int, TokenScores]]:
     """Score sequences of token ids together, as many at once as the engine runs.
 
     Logits exist for LOGIT_SLICE rows at once. The last token of a sequence is a target only, and is not run.
+    ``progress`` is told how many more tokens have been scored.
 
     Yields:
         (index of the sequence, its scores), as sequences end; a deterministic engine gives the same bits whatever runs
@@ -73,5 +76,7 @@ def score_many(llm: LLM, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[i
             found = _score_rows(llm, hidden[part], targets[part])
             place = slice(position + start, position + start + len(found.logprobs))
             scores[index].logprobs[place], scores[index].greedy[place] = found
+        if progress is not None:
+            progress(len(targets))
         if position + hidden.shape[0] == len(sequences[index]) - 1:
             yield index, scores[index]

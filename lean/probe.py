@@ -1,0 +1,257 @@
+"""The start-up guard: does this cache format do to this model what it does to others?
+
+A short text runs through an exact cache and through the chosen format, without a residual, so that every key
+and value is read from the quantized blocks. Per layer the attention output of the quantized cache is compared on the
+*same* inputs: what a layer's own K/V lose shows there, and not what the layers before it lost. Models with enormous key
+biases (Qwen2's first and last layers) fail this while their weights load and their text looks plausible.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lean.attention import LayerInputs, attend
+from lean.block_manager import BlockManager
+from lean.cache_groups import plan_cache, size_cache
+from lean.config import EngineConfig
+from lean.kernels.layout import blocks_for
+from lean.kv_cache import KVCache
+from lean.pull import cache_dir
+from lean.quant import FORMATS, raw_format
+from lean.request import Request
+from lean.rotary import SinkRotary
+from lean.runner import LOGIT_SLICE, Runner
+from lean.sampling_params import SamplingParams
+from lean.scheduler import Chunk
+
+if TYPE_CHECKING:
+    from lean.engine import LLM
+
+NUM_TOKENS = 288
+_VERSION = 1  # of the text, the limits and what is stored
+_SEQ_ID = 0
+_MOST_NAMED = 6
+_FAR = 10.0  # times the median layer
+
+
+class _Band(NamedTuple):
+    """What healthy models stay below without a residual: a layer's error from its keys or its values alone, the mean
+    KLD; and below ``floor`` a layer's error is never worth a word."""
+
+    floor: float
+    limit: float
+    kld: float
+
+
+_BANDS = {"int8": _Band(0.01, 0.2, 0.05), "fp8": _Band(0.04, 0.3, 0.25), "int4": _Band(0.1, 1.0, 1.0)}
+
+_TEXT = """\
+The harbour office keeps two books. The first, bound in green cloth, lists every vessel that has entered since the wall
+was rebuilt: its name, its tonnage, the hour of its arrival and the depth of water over the bar. The second is smaller
+and is written in pencil. It holds what the pilots thought worth saying: that the eastern light was dim on a Tuesday in
+March, that a sandbank had moved forty metres towards the mill, that the captain of a grain ship from Odense refused to
+pay for a tow and ran aground within sight of the quay.
+
+A clerk once tried to join the two into one table with seven columns. The numbers went in easily, 3,140 tons here, 6.2
+metres there; the pencil notes did not. "A column for weather," he wrote to the board, "would be empty on nine days of
+ten, and on the tenth it would need a page." The board answered that he should leave the books as they were, and buy a
+better lamp.
+
+def depth_over_bar(tide_cm: int, draught_cm: int) -> int:
+    clearance = 310 + tide_cm - draught_cm
+    return max(0, clearance)
+
+What follows from this? First, that a record is made for a question, and that the question comes before the record.
+Second, that most of what people know about a place is never asked for. Third, that a lamp is cheap.
+"""
+
+
+class LayerError(NamedTuple):
+    """|attention output - exact| / |exact| over all tokens and heads of a layer: with its keys quantized, its values,
+    and both."""
+
+    keys: float
+    values: float
+    both: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the probe found. kld: mean natural-log KL of the next-token distributions from those with an exact cache."""
+
+    layers: list[LayerError]
+    kld: float
+    warning: str | None
+
+
+class _SideCache:
+    """A small cache of its own for one sequence of ``num_tokens`` of the engine's model."""
+
+    def __init__(self, llm: LLM, config: EngineConfig, num_tokens: int) -> None:
+        model, device = llm.model, llm.model.device
+        plan = plan_cache(model.info.layers, config, raw_format(model.info.dtype))
+        blocks = None if plan.bounded else blocks_for(num_tokens, config.block_size)
+        config = replace(
+            config, max_num_seqs=1, prefill_chunk=num_tokens, max_num_batched_tokens=None, max_model_len=num_tokens,
+            num_blocks=blocks, kv_memory=None,
+        )  # fmt: skip
+        size = size_cache(plan, config, max(num_tokens, model.info.max_position_embeddings), 2**62)
+        manager = BlockManager(size.rules, config.block_size)
+        self.cache = KVCache(plan, size, model.info.layers, device)
+        self.runner = Runner(model, self.cache, manager, config.deterministic)
+        if plan.window and plan.num_sink_tokens:
+            self.runner.sink_rotary = SinkRotary.of(model.module, model.info.source.name)
+        manager.append(_SEQ_ID, num_tokens)
+
+
+def layer_formats_of(llm: LLM) -> list[tuple[str, str]]:
+    """(K, V) format names that every layer of the engine really has."""
+    formats = {}
+    for group in llm.plan.groups:
+        layout = llm.plan.pools[group.pool].layouts[0]
+        formats.update(dict.fromkeys(group.layers, (layout.k_format.name, layout.v_format.name)))
+    return [formats[layer] for layer in sorted(formats)]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Outcome of one run of tokens; see `Verdict`. klds: float64 [tokens]."""
+
+    layers: list[LayerError]
+    klds: torch.Tensor
+
+
+@torch.inference_mode()
+def probe_tokens(llm: LLM, token_ids: Sequence[int]) -> Probe:
+    """Run tokens in one chunk through an exact cache and one of the engine's formats, without residual, beside its own.
+
+    The exact run also shows each layer's inputs to caches that quantize keys, values or both.
+    """
+    count, raw = len(token_ids), raw_format(llm.model.info.dtype).name
+    chunk = Chunk(Request(_SEQ_ID, list(token_ids), SamplingParams()), 0, count, True)
+    formats = layer_formats_of(llm)
+
+    def side(pairs: list[tuple[str, str]]) -> _SideCache:
+        named = ",".join(f"{layer}:k={k},v={v}" for layer, (k, v) in enumerate(pairs))
+        return _SideCache(llm, replace(llm.config.exact(), kv_layers=named).without_residual(), count)
+
+    exact = _SideCache(llm, llm.config.exact(), count)
+    sides = [side([(k, raw) for k, _ in formats]), side([(raw, v) for _, v in formats]), side(formats)]
+    batches = [side.runner.batch([chunk]) for side in sides]
+    layers: dict[int, LayerError] = {}
+
+    def observe(inputs: LayerInputs, outcome: torch.Tensor) -> torch.Tensor:
+        norm = outcome.float().norm().clamp(min=1e-30)
+        layers[inputs.layer] = LayerError(
+            *(
+                float((attend(inputs, side.cache.layers[inputs.layer], batch).float() - outcome.float()).norm() / norm)
+                for side, batch in zip(sides, batches)
+            )
+        )
+        return outcome
+
+    wanted, found = exact.runner.run([chunk], observe), sides[-1].runner.run([chunk])
+    klds = []
+    for start in range(0, count, LOGIT_SLICE):
+        rows = slice(start, start + LOGIT_SLICE)
+        p, q = (llm.logits(hidden[rows])[:, : llm.model.token_limit].log_softmax(-1) for hidden in (wanted, found))
+        klds.append((p.exp() * (p - q)).sum(-1).double().cpu())
+    return Probe([layers[layer] for layer in sorted(layers)], torch.cat(klds))
+
+
+def probe_text(llm: LLM) -> list[int]:
+    """NUM_TOKENS tokens of the built-in text, after a BOS where the tokenizer knows one."""
+    tokenizer = llm.model.tokenizer
+    ids: list[int] = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
+    ids = [token for token in ids if token < llm.model.token_limit] or [0]
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    while len(ids) < NUM_TOKENS:
+        ids = ids + ids
+    return (bos + ids)[:NUM_TOKENS]
+
+
+def probe(llm: LLM, *, keep: bool = True) -> Verdict | None:
+    """Judge the engine's cache format on its model; None where nothing is quantized.
+
+    ``keep``: a verdict that was found before for the same model, formats and kernels is read from lean's folder, and a
+    new one is written there.
+    """
+    formats = layer_formats_of(llm)
+    if not any(FORMATS[name].quantized for pair in formats for name in pair):
+        return None
+    file = cache_dir() / "probes" / f"{_key(llm)}.json"
+    if keep:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            found = json.loads(file.read_text(encoding="utf-8"))
+            return Verdict([LayerError(*layer) for layer in found["layers"]], found["kld"], found["warning"])
+    result = probe_tokens(llm, probe_text(llm))
+    kld = float(result.klds.mean())
+    verdict = Verdict(result.layers, kld, _warning(llm.config.kv_dtype, formats, result.layers, kld))
+    if keep:
+        with suppress(OSError, ValueError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(asdict(verdict), allow_nan=False), encoding="utf-8")
+            part.replace(file)
+    return verdict
+
+
+def _outliers(names: Sequence[str], errors: Sequence[float]) -> set[int]:
+    """Layers beyond their format's limit, or beyond its floor and far from the layers that share the format."""
+    found = set()
+    for name in set(names) & set(_BANDS):
+        band = _BANDS[name]
+        members = [layer for layer, own in enumerate(names) if own == name]
+        usual = statistics.median(errors[layer] for layer in members)
+        for layer in members:
+            error = errors[layer]
+            if not error <= band.limit or (error > band.floor and error > _FAR * usual):
+                found.add(layer)
+    return found
+
+
+def _warning(name: str, formats: list[tuple[str, str]], layers: list[LayerError], kld: float) -> str | None:
+    """One line that names the worst layers and the way out; None where all is as usual."""
+    keys = _outliers([k for k, _ in formats], [layer.keys for layer in layers])
+    values = _outliers([v for _, v in formats], [layer.values for layer in layers])
+    bad = sorted(keys | values, key=lambda layer: -layers[layer].both)
+    names = {name for pair in formats for name in pair if name in _BANDS}
+    finer = f"try --kv-dtype {'int8' if 'int4' in names else 'bf16'}"
+    usual = max(_BANDS[name].kld for name in names)
+    if not bad and kld <= usual:
+        return None
+    if not bad:
+        return (
+            f"{name} KV moves this model's predictions by KLD {kld:.2g} when read without a residual, where up to "
+            f"{usual:g} is usual: {finer}"
+        )
+    what = " and ".join(["keys"] * bool(keys) + ["values"] * bool(values))
+    named = ", ".join(f"{layer} (attention output off by {layers[layer].both:.0%})" for layer in bad[:_MOST_NAMED])
+    named += f" and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""
+    few = len(bad) <= max(2, len(formats) // 3)
+    way_out = f"--kv-skip-layers {','.join(map(str, sorted(bad)))} keeps them exact" if few else finer
+    return f"{name} KV loses far more than usual in the {what} of layer{'s' * (len(bad) > 1)} {named}: {way_out}"
+
+
+def _key(llm: LLM) -> str:
+    """Names the model's files as they are now, and everything that the verdict depends on."""
+    source = llm.model.info.source
+    folder = Path(source.folder)
+    files = [folder / source.gguf_file] if source.gguf_file else sorted(folder.glob("*.safetensors"))
+    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    config = llm.config
+    parts = (
+        _VERSION, stamps, str(llm.model.info.dtype), config.kv_dtype, config.kv_layers, config.kv_skip_layers,
+        config.window, config.sinks, llm.plan.residual_length, llm.kernels,
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,149 @@
+"""The start-up guard: silent on healthy models, and it names the layers that a format breaks."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_checkpoint
+
+from lean import LLM, EngineConfig, attention
+from lean.kernels.reference import _parts
+from lean.probe import NUM_TOKENS, probe, probe_text, probe_tokens
+
+FORMATS = ("int8", "fp8", "k8v4", "int4")
+
+
+@pytest.fixture(autouse=True)
+def _home(home):
+    """Verdicts are kept in a folder of the test's own."""
+
+
+def engine(model, kv_dtype="int8", **config):
+    return LLM(model if not hasattr(model, "is_dir") else str(model), EngineConfig(kv_dtype, max_num_seqs=1, **config))
+
+
+def sabotage(monkeypatch, factor, layers=None, keys_only=False):
+    """Scales that ``kv_write`` leaves in the cache, times ``factor``, in the layers at these indices of the pool."""
+    write = attention.kv_write
+
+    def broken(pool, key, value, slot_mapping):
+        write(pool, key, value, slot_mapping)
+        if not pool.layout.k_format.quantized and not pool.layout.v_format.quantized:
+            return
+        if layers is not None and pool.offset // pool.layout.nbytes not in layers:
+            return
+        parts = _parts(pool.arena, pool.layout, pool.offset)
+        block, slot = slot_mapping // pool.layout.block_size, slot_mapping % pool.layout.block_size
+        for scales in parts[1:2] if keys_only else parts[1::2]:
+            scales[block, :, slot] *= factor
+
+    monkeypatch.setattr(attention, "kv_write", broken)
+
+
+def outlier_keys(folder, layer=0, factor=500.0):
+    """Two key channels of one layer get enormous biases of opposite signs, as Qwen2's first and last layers have."""
+    file = tiny_checkpoint(folder, "qwen2") / "model.safetensors"
+    weights = load_file(file)
+    bias = weights[f"model.layers.{layer}.self_attn.k_proj.bias"]
+    bias[3] *= factor
+    bias[11] *= -factor
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "mixtral"])
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_healthy_models_get_no_warning(tiny, kind, kv_dtype):
+    options = {"sliding_window": 128} if kind == "gemma3" else {}
+    verdict = probe(engine(tiny(kind, **options), kv_dtype), keep=False)
+    assert verdict.warning is None, verdict
+    assert all(error.both > 0 for error in verdict.layers)
+
+
+@pytest.mark.parametrize(("kv_dtype", "layer"), [*((kv_dtype, 0) for kv_dtype in FORMATS), ("int8", 1)])
+def test_two_enormous_key_biases_are_found_in_their_layer(tmp_path, kv_dtype, layer):
+    verdict = probe(engine(outlier_keys(tmp_path / "model", layer), kv_dtype), keep=False)
+    assert f"keys of layer {layer} " in verdict.warning
+    assert f"--kv-skip-layers {layer}" in verdict.warning
+    assert "\n" not in verdict.warning
+
+
+def test_the_way_out_that_is_named_helps(tmp_path):
+    folder = outlier_keys(tmp_path / "model")
+    assert probe(engine(folder, "int8", kv_skip_layers="0"), keep=False).warning is None
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_scales_that_are_wrong_everywhere_are_found(tiny, kv_dtype, monkeypatch):
+    llm = engine(tiny("llama"), kv_dtype)
+    healthy = probe(llm, keep=False)
+    sabotage(monkeypatch, 1.05, layers={1}, keys_only=True)
+    slightly = probe(llm, keep=False)
+    assert slightly.layers[1].keys > healthy.layers[1].keys
+    assert slightly.layers[1].values == healthy.layers[1].values
+    assert slightly.layers[0] == healthy.layers[0]
+    monkeypatch.undo()
+    sabotage(monkeypatch, 2.0)
+    broken = probe(llm, keep=False)
+    assert healthy.kld < slightly.kld < broken.kld
+    assert "keys and values of layers" in broken.warning or "values of layers" in broken.warning
+
+
+def test_errors_are_local_to_a_layer(tmp_path):
+    """Layers behind a broken one are judged on the inputs of an exact cache."""
+    healthy = probe_tokens(engine(tiny_checkpoint(tmp_path / "a", "qwen2")), list(range(3, 200)))
+    broken = probe_tokens(engine(outlier_keys(tmp_path / "b")), list(range(3, 200)))
+    assert broken.layers[0].keys > 5 * healthy.layers[0].keys
+    assert broken.layers[1].keys < 2 * healthy.layers[1].keys
+
+
+def test_nothing_is_read_exact_and_the_engine_is_left_alone(tiny):
+    llm = engine(tiny("llama"), "int4", kv_residual_length=200)
+    before = [arena.clone() for arena in llm.cache.arenas]
+    verdict = probe(llm, keep=False)
+    other = probe(engine(tiny("llama"), "int4", kv_residual_length=0), keep=False)
+    assert verdict.layers == other.layers
+    assert verdict.kld == other.kld
+    assert llm.stats().tokens_held == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, llm.cache.arenas))
+
+
+def test_exact_caches_and_windows_that_the_residual_covers_are_not_probed(tiny):
+    assert probe(engine(tiny("llama"), "fp32"), keep=False) is None
+    assert probe(engine(tiny("mistral")), keep=False) is None  # its window is shorter than the residual
+
+
+def test_a_window_is_probed_as_it_is_read(tiny):
+    verdict = probe(engine(tiny("llama"), window=100, sinks=4), keep=False)
+    assert verdict.warning is None
+
+
+def test_text_is_long_enough_whatever_the_tokenizer(tiny):
+    ids = probe_text(engine(tiny("llama")))
+    assert len(ids) == NUM_TOKENS >= 256
+    assert ids[0] == 1  # BOS
+
+
+def test_a_verdict_is_kept_until_the_model_or_the_format_changes(tmp_path, home, monkeypatch):
+    folder = tiny_checkpoint(tmp_path / "model", "llama")
+    first = probe(engine(folder))
+    monkeypatch.setattr("lean.probe.probe_tokens", lambda *_: pytest.fail("probed again"))
+    assert probe(engine(folder)) == first
+    assert len(list((home / "probes").iterdir())) == 1
+    for options in ({"kv_dtype": "fp8"}, {"kv_skip_layers": "0"}):
+        with pytest.raises(pytest.fail.Exception):
+            probe(engine(folder, **options))
+    (folder / "model.safetensors").touch()
+    with pytest.raises(pytest.fail.Exception):
+        probe(engine(folder))
+
+
+def test_a_damaged_or_unwritable_note_does_no_harm(tmp_path, home):
+    llm = engine(tiny_checkpoint(tmp_path / "model", "llama"))
+    first = probe(llm)
+    [file] = (home / "probes").iterdir()
+    file.write_text("{")
+    assert probe(llm) == first
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.write_text("in the way")
+    assert probe(llm) == first
