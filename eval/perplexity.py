@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -72,7 +72,7 @@ def prepare(
     max_tokens: int | None = None,
     context: int | None = None,
     stride: int | None = None,
-    bos: BosRule = "first",
+    bos: str = "first",
 ) -> ScoredText:
     """Tokenize a text and cut it for an engine. Raises UserError for impossible numbers.
 
@@ -99,18 +99,17 @@ def prepare(
         end = encoded["offset_mapping"][max_tokens - 1][1] if tokenizer.is_fast else len(tokenizer.decode(ids))
         text = text[:end]
     bos_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if bos_id is None:
-        bos = "none"
+    rule = cast(BosRule, bos if bos_id is not None else "none")
     context = context or limit
     stride = stride or context
     if stride > context:
         raise UserError(f"stride {stride} exceeds context {context}: tokens between them would not be scored")
     context = min(context, len(ids))
     stride = min(stride, context)
-    parts = cut(ids, context, stride, bos, bos_id)
+    parts = cut(ids, context, stride, rule, bos_id)
     if not parts:
         raise UserError(f"{corpus.name}: {len(ids)} tokens give nothing to score")
-    return ScoredText(corpus, text, ids, parts, context, stride, bos)
+    return ScoredText(corpus, text, ids, parts, context, stride, rule)
 
 
 class Bucket(NamedTuple):

@@ -61,12 +61,14 @@ def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
 
 def decode_stream(llm: LLM, prompt: list[int], tokens: int, every: int) -> Iterator[Point]:
     """Generate ``tokens`` tokens one by one, a point after every ``every``."""
-    params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens + 1, temperature=1.0, seed=0, ignore_eos=True)
     done, started = 0, time.perf_counter()
     for count, _ in enumerate(llm.stream(prompt, params), 1):
         if count % every == 0:
             yield _point(llm.stats(), count, count - done, time.perf_counter() - started, None)
             done, started = count, time.perf_counter()
+        if count == tokens:  # the request has not ended: its blocks are there to be counted
+            return
 
 
 def mean_nll(points: list[Point], start: int, end: int) -> float:

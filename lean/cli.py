@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from lean import evaluate
 from lean.errors import LeanError
 from lean.flags import Json, ModelArgument, choose_model
 from lean.pull import ARTEFACTS
@@ -17,6 +18,7 @@ from lean.terminal import print_json, stderr
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(run)
+app.add_typer(evaluate.app, name="eval")
 
 
 @app.callback(invoke_without_command=True)

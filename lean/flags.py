@@ -31,9 +31,9 @@ ModelArgument = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
 
 
-def option(help: str, default: str = "", **more: Any) -> Any:
-    """An option whose default is said in words."""
-    return typer.Option(help=help, show_default=default or False, **more)
+def option(help: str, default: str = "", *names: str, **more: Any) -> Any:
+    """An option whose default is said in words; its name is the parameter's where no ``names`` are given."""
+    return typer.Option(*names, help=help, show_default=default or False, **more)
 
 
 def _engine_flags(

@@ -11,10 +11,11 @@ import textwrap
 import pytest
 import torch
 import transformers
+from helpers import one_sequence
 
 from lean import LLM, EngineConfig, SamplingParams
 from lean.eval.corpus import python_docs, text_hash
-from lean.eval.fidelity import compare
+from lean.eval.fidelity import compare, read_reference
 from lean.pull import pull
 
 pytestmark = pytest.mark.slow
@@ -85,25 +86,31 @@ def test_greedy_text_equals_transformers(exact):
             assert len(output.token_ids) == len(wanted)
 
 
+@pytest.fixture(scope="module")
+def reference(exact, token_ids):
+    return read_reference(exact, one_sequence(token_ids))
+
+
 @pytest.mark.parametrize(("kv_dtype", "residual", "perplexity", "kld", "tolerance"), FIDELITY)
 def test_fidelity_is_that_of_the_independent_simulation(
-    exact, token_ids, kv_dtype, residual, perplexity, kld, tolerance
+    exact, reference, token_ids, kv_dtype, residual, perplexity, kld, tolerance
 ):
     engine = LLM(exact.model, EngineConfig(kv_dtype=kv_dtype, kv_residual_length=residual))
-    result = compare(exact, engine, token_ids)
+    result = compare(reference, engine)
     print(f"{kv_dtype} R={engine.plan.residual_length}: {result}")
-    assert result.perplexity == pytest.approx(perplexity, rel=0.005)
-    assert result.mean_kld == pytest.approx(kld, rel=tolerance, abs=1e-9)
+    assert result.ppl == pytest.approx(perplexity, rel=0.005)
+    assert result.kld_mean == pytest.approx(kld, rel=tolerance, abs=1e-9)
     scored = float(engine.score(token_ids[:600]).double().mean())
     assert scored == pytest.approx(float(exact.score(token_ids[:600]).double().mean()), rel=0.05)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "k8v4", "int4"])
 def test_another_chunk_changes_less_than_the_format_does(exact, token_ids, kv_dtype):
-    ids = token_ids[:1024]
+    text = one_sequence(token_ids[:1024])
     whole = LLM(exact.model, EngineConfig(kv_dtype=kv_dtype))
     chunked = LLM(exact.model, EngineConfig(kv_dtype=kv_dtype, prefill_chunk=128))
-    chunk, own = compare(whole, chunked, ids).mean_kld, compare(exact, whole, ids).mean_kld
+    chunk = compare(read_reference(whole, text), chunked).kld_mean
+    own = compare(read_reference(exact, text), whole).kld_mean
     print(f"{kv_dtype}: KLD of chunk 128 against 512 {chunk:.2e}, of the format {own:.2e}")
     assert chunk < own
 
