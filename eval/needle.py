@@ -1,0 +1,246 @@
+"""What does a window forget, or a format blur? A line hidden in a long text, and a question that asks for it.
+
+The needle in a haystack (https://github.com/gkamradt/LLMTest_NeedleInAHaystack) with a key and a value of its own for
+every prompt, and the beginning of the answer given, as in RULER (arXiv:2404.06654): what is tried is whether the value
+can still be read, not how a model words its answers.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+from lean.engine import LLM
+from lean.errors import EngineError, LeanError, RequestError
+from lean.prompt import encode_prompt
+from lean.sampling_params import SamplingParams
+
+ANSWER_TOKENS = 12
+"""Enough for a space, five digits and what shows that no sixth follows, one token each."""
+
+# Copying is what is asked for: a penalty among the model's own defaults would forbid it.
+GREEDY = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, repetition_penalty=1.0)
+
+COLOURS = "amber black blue bronze brown copper crimson golden green grey orange pink purple red silver white".split()
+THINGS = (
+    "anchor balloon barrel basket bicycle bottle bridge candle carpet castle cottage curtain drum elevator fountain "
+    "garage garden guitar hammer helmet ladder lantern locker mirror piano submarine suitcase telescope tower trumpet "
+    "tunnel umbrella vault wagon warehouse windmill"
+).split()
+ITEMS = [f"{colour} {thing}" for colour, thing in product(COLOURS, THINGS)]
+
+_SENTENCE_END = re.compile(r"\n\s*\n|(?<=[.!?])\s+|(?<=[。！？])")
+_BREAK = "\n\n"
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A key, and the value that is asked for."""
+
+    item: str
+    value: str
+
+    @property
+    def line(self) -> str:
+        return f"{self.answer_start} {self.value}. Remember it: the {self.item} has the access code {self.value}."
+
+    @property
+    def question(self) -> str:
+        return f"What is the access code for the {self.item}? The text above says it."
+
+    @property
+    def answer_start(self) -> str:
+        return f"The access code for the {self.item} is"
+
+    def found_in(self, answer: str) -> bool:
+        """Whether the answer has the value as a number of its own, not as a part of a longer one."""
+        return re.search(rf"(?<!\d)(?<!\d[.,]){self.value}(?![.,]?\d)", answer) is not None
+
+
+@dataclass(frozen=True)
+class NeedlePrompt:
+    needle: Needle
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class NeedleCell:
+    """How many of the needles at one depth (percent of the text before them) of one prompt length were found."""
+
+    length: int
+    depth: float
+    correct: int
+    trials: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.trials
+
+    @property
+    def stderr(self) -> float:
+        """Half of Wilson's score interval at one standard deviation (Wilson 1927, doi:10.2307/2276774).
+
+        The plain sqrt(p (1 - p) / n) is 0 where all or none were found, which few trials cannot know.
+        """
+        n, p = self.trials, self.accuracy
+        return (p * (1 - p) / n + 1 / (4 * n * n)) ** 0.5 / (1 + 1 / n)
+
+
+class Haystack:
+    """A text to hide needles in, repeated where it is too short.
+
+    Raises:
+        RequestError: it is empty, or has every number of five digits.
+    """
+
+    def __init__(self, text: str) -> None:
+        if not text.strip():
+            raise RequestError("the text to hide needles in is empty: give some text")
+        self._text = text.rstrip() + _BREAK
+        self._ends = [match.start() for match in _SENTENCE_END.finditer(self._text)]
+        taken = set(re.findall(r"(?=(\d{5}))", text))
+        self._values = [value for value in map(str, range(10_000, 100_000)) if value not in taken]
+        if not self._values:
+            raise RequestError("the text to hide needles in has every number of five digits: give another one")
+
+    def draw(self, seed: int, length: int, depth: float, trial: int) -> tuple[Needle, int]:
+        """A needle, and the offset in the text at which its haystack ends: always the same for the same arguments.
+
+        The trials of a cell have different items, and do not change when there are more of them.
+        """
+        cell = f"{seed} {length} {depth:g}"
+        items = ITEMS.copy()
+        random.Random(cell).shuffle(items)  # seeded by the characters, not by their hash
+        chance = random.Random(f"{cell} {trial}")
+        return Needle(items[trial], chance.choice(self._values)), chance.choice(self._ends)
+
+    def with_line(self, line: str, size: int, end: int, depth: float) -> str:
+        """The ``size`` characters that end at the offset ``end``, with a line between two of their sentences.
+
+        It goes to the sentence end that is nearest to ``depth`` percent; exactly there if none is within a tenth.
+        """
+        whole = self._text * (size // len(self._text) + 1) + self._text[:end]
+        hay = whole[len(whole) - size :]
+        exact = round(size * depth / 100)
+        ends = (match.start() for match in _SENTENCE_END.finditer(hay))
+        at = min((0, size, *ends), key=lambda place: abs(place - exact))
+        if abs(at - exact) > size / 10:
+            at = exact
+        parts = hay[:at].strip("\n"), line, hay[at:].strip()
+        return _BREAK.join(part for part in parts if part)
+
+
+def needle_prompt(
+    tokenizer: Any, hay: Haystack, length: int, depth: float, trial: int, *, seed: int = 0, chat: bool | None = None
+) -> NeedlePrompt:
+    """One prompt of at most ``length`` tokens, template and question included, and only a few tokens shorter.
+
+    Raises:
+        RequestError: the needle and the question alone are longer.
+    """
+    needle, end = hay.draw(seed, length, depth, trial)
+    encode = partial(_encode, tokenizer, hay, needle, end, depth, chat)
+    least = len(encode(0))
+    if least > length:
+        raise RequestError(f"{length} tokens cannot hold a needle and its question: they need {least} without any text")
+    return NeedlePrompt(needle, _longest(encode, length))
+
+
+def _encode(
+    tokenizer: Any, hay: Haystack, needle: Needle, end: int, depth: float, chat: bool | None, size: int
+) -> list[int]:
+    """The prompt with so many characters of the text around the needle."""
+    asked = f"{hay.with_line(needle.line, size, end, depth)}{_BREAK}{needle.question}"
+    if chat or (chat is None and getattr(tokenizer, "chat_template", None)):
+        start = tokenizer(needle.answer_start, add_special_tokens=False)["input_ids"]
+        return [*encode_prompt(tokenizer, asked, chat=True), *start]
+    return encode_prompt(tokenizer, f"{asked}{_BREAK}{needle.answer_start}", chat=False)
+
+
+def _longest(encode: Callable[[int], list[int]], length: int) -> list[int]:
+    """The prompt with the most characters that has at most ``length`` tokens; one token less is good enough.
+
+    Tokens grow with characters nearly, not strictly: merges change at the cut. So it is searched with whole prompts.
+    """
+    least, low, high = encode(0), 0, 4 * length
+    best, too_long = least, encode(high)
+    while len(too_long) <= length:
+        low, best, high = high, too_long, 2 * high
+        too_long = encode(high)
+    halve = False
+    while high - low > 1 and len(best) < length - 1:
+        share = 0.5 if halve else (length - len(best)) / (len(too_long) - len(best))
+        size = min(max(low + int((high - low) * share), low + 1), high - 1)
+        ids = encode(size)
+        if len(ids) <= length:
+            low, best = size, ids
+        else:
+            high, too_long = size, ids
+        halve = not halve
+    return best
+
+
+def run_needle(
+    llm: LLM,
+    text: str,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    *,
+    trials: int = 4,
+    seed: int = 0,
+    chat: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[NeedleCell]:
+    """Hide needles in a text and ask for them; one cell for every length and depth, in this order.
+
+    The prompts of a cell run together. Their answers are greedy; with a deterministic engine they do not depend on the
+    company. The same seed asks the same of every engine with the same tokenizer.
+
+    Args:
+        lengths: tokens of the prompts, everything included.
+        depths: where the needle is, in percent of the text; 100 is right before the question.
+        chat: ask in the model's chat template; None does where there is one.
+        progress: called after every cell with the prompts answered so far and those in all.
+
+    Raises:
+        RequestError: before anything runs: lengths that the engine cannot serve or that hold no needle, depths that
+            are none, a text that cannot be used.
+        EngineError: the model computed non-finite numbers.
+    """
+    hay, tokenizer = Haystack(text), llm.model.tokenizer
+    if not lengths or not depths:
+        raise RequestError("a needle test needs at least one length and one depth")
+    if not 1 <= trials <= len(ITEMS):
+        raise RequestError(f"trials must be from 1 to {len(ITEMS)}, got {trials}")
+    for depth in depths:
+        if not 0 <= depth <= 100:
+            raise RequestError(f"a depth is a percentage from 0 to 100, got {depth}")
+    limit = llm.size.max_model_len - ANSWER_TOKENS
+    if max(lengths) > limit:
+        raise RequestError(
+            f"length {max(lengths)} and {ANSWER_TOKENS} tokens of answer exceed max-model-len "
+            f"{llm.size.max_model_len}: ask for at most {limit}, or raise --max-model-len or --kv-memory"
+        )
+    cells = list(product(lengths, depths))
+    for (length, depth), trial in product(cells, range(trials)):
+        needle, end = hay.draw(seed, length, depth, trial)
+        least = len(_encode(tokenizer, hay, needle, end, depth, chat, 0))
+        if least > length:
+            raise RequestError(f"length {length} cannot hold a needle and its question: they need {least} tokens alone")
+
+    def run() -> Iterator[NeedleCell]:
+        for index, (length, depth) in enumerate(cells, 1):
+            prompts = [needle_prompt(tokenizer, hay, length, depth, i, seed=seed, chat=chat) for i in range(trials)]
+            outputs = llm.generate([prompt.token_ids for prompt in prompts], GREEDY)
+            for output in outputs:
+                if output.finish_reason in ("error", "abort"):
+                    raise EngineError(output.error or "the request was aborted")
+            found = sum(prompt.needle.found_in(output.text) for prompt, output in zip(prompts, outputs, strict=True))
+            if progress:
+                progress(index * trials, len(cells) * trials)
+            yield NeedleCell(length, depth, found, trials)
+
+    return run()
