@@ -9,7 +9,6 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,12 +23,8 @@ ANSWER_TOKENS = 12
 # Copying is what is asked for: a penalty among the model's own defaults would forbid it.
 GREEDY = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, repetition_penalty=1.0)
 
-COLOURS = "amber black blue bronze brown copper crimson golden green grey orange pink purple red silver white".split()
-THINGS = (
-    "anchor balloon barrel basket bicycle bottle bridge candle carpet castle cottage curtain drum elevator fountain "
-    "garage garden guitar hammer helmet ladder lantern locker mirror piano submarine suitcase telescope tower trumpet "
-    "tunnel umbrella vault wagon warehouse windmill"
-).split()
+COLOURS = ["amber", "black", "blue", "brown", "copper", "golden", "green", "orange", "pink", "purple", "red", "white"]
+THINGS = ["anchor", "balloon", "basket", "bridge", "candle", "drum", "guitar", "ladder", "lantern", "piano", "vault"]
 ITEMS = [f"{colour} {thing}" for colour, thing in product(COLOURS, THINGS)]
 
 _SENTENCE_END = re.compile(r"\n\s*\n|(?<=[.!?])\s+|(?<=[。！？])")
@@ -58,12 +53,6 @@ class Needle:
     def found_in(self, answer: str) -> bool:
         """Whether the answer has the value as a number of its own, not as a part of a longer one."""
         return re.search(rf"(?<!\d)(?<!\d[.,]){self.value}(?![.,]?\d)", answer) is not None
-
-
-@dataclass(frozen=True)
-class NeedlePrompt:
-    needle: Needle
-    token_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -133,52 +122,46 @@ class Haystack:
         return _BREAK.join(part for part in parts if part)
 
 
-def needle_prompt(
-    tokenizer: Any, hay: Haystack, length: int, depth: float, trial: int, *, seed: int = 0, chat: bool | None = None
-) -> NeedlePrompt:
-    """One prompt of at most ``length`` tokens, template and question included, and only a few tokens shorter.
+Encode = Callable[[int], list[int]]  # characters of text around the needle -> token ids of the whole prompt
 
-    Raises:
-        RequestError: the needle and the question alone are longer.
-    """
+
+def _hidden(
+    tokenizer: Any, hay: Haystack, length: int, depth: float, trial: int, seed: int, chat: bool | None
+) -> tuple[Needle, Encode]:
+    """The needle of a trial and how to ask for it; RequestError if ``length`` has no room even for that."""
     needle, end = hay.draw(seed, length, depth, trial)
-    encode = partial(_encode, tokenizer, hay, needle, end, depth, chat)
-    least = len(encode(0))
-    if least > length:
-        raise RequestError(f"{length} tokens cannot hold a needle and its question: they need {least} without any text")
-    return NeedlePrompt(needle, _longest(encode, length))
+    template = chat or (chat is None and bool(getattr(tokenizer, "chat_template", None)))
 
-
-def _encode(
-    tokenizer: Any, hay: Haystack, needle: Needle, end: int, depth: float, chat: bool | None, size: int
-) -> list[int]:
-    """The prompt with so many characters of the text around the needle."""
-    asked = f"{hay.with_line(needle.line, size, end, depth)}{_BREAK}{needle.question}"
-    if chat or (chat is None and getattr(tokenizer, "chat_template", None)):
+    def encode(size: int) -> list[int]:
+        asked = f"{hay.with_line(needle.line, size, end, depth)}{_BREAK}{needle.question}"
+        if not template:
+            return encode_prompt(tokenizer, f"{asked}{_BREAK}{needle.answer_start}", chat=False)
         start = tokenizer(needle.answer_start, add_special_tokens=False)["input_ids"]
         return [*encode_prompt(tokenizer, asked, chat=True), *start]
-    return encode_prompt(tokenizer, f"{asked}{_BREAK}{needle.answer_start}", chat=False)
+
+    least = len(encode(0))
+    if least > length:
+        raise RequestError(f"length {length} cannot hold a needle and its question: they alone need {least} tokens")
+    return needle, encode
 
 
-def _longest(encode: Callable[[int], list[int]], length: int) -> list[int]:
+def _longest(encode: Encode, length: int) -> list[int]:
     """The prompt with the most characters that has at most ``length`` tokens; one token less is good enough.
 
-    Tokens grow with characters nearly, not strictly: merges change at the cut. So it is searched with whole prompts.
+    Whole prompts are tried, since tokens grow with characters nearly but not strictly: merges change at the cuts.
     """
-    least, low, high = encode(0), 0, 4 * length
-    best, too_long = least, encode(high)
-    while len(too_long) <= length:
-        low, best, high = high, too_long, 2 * high
-        too_long = encode(high)
+    low, best, high = 0, encode(0), 4 * length
+    while len(beyond := encode(high)) <= length:
+        low, best, high = high, beyond, 2 * high
     halve = False
     while high - low > 1 and len(best) < length - 1:
-        share = 0.5 if halve else (length - len(best)) / (len(too_long) - len(best))
+        share = 0.5 if halve else (length - len(best)) / (len(beyond) - len(best))
         size = min(max(low + int((high - low) * share), low + 1), high - 1)
         ids = encode(size)
         if len(ids) <= length:
             low, best = size, ids
         else:
-            high, too_long = size, ids
+            high, beyond = size, ids
         halve = not halve
     return best
 
@@ -225,22 +208,86 @@ def run_needle(
             f"{llm.size.max_model_len}: ask for at most {limit}, or raise --max-model-len or --kv-memory"
         )
     cells = list(product(lengths, depths))
-    for (length, depth), trial in product(cells, range(trials)):
-        needle, end = hay.draw(seed, length, depth, trial)
-        least = len(_encode(tokenizer, hay, needle, end, depth, chat, 0))
-        if least > length:
-            raise RequestError(f"length {length} cannot hold a needle and its question: they need {least} tokens alone")
+    hidden = [
+        [_hidden(tokenizer, hay, length, depth, trial, seed, chat) for trial in range(trials)]
+        for length, depth in cells
+    ]
+    return _run(llm, cells, hidden, progress)
 
-    def run() -> Iterator[NeedleCell]:
-        for index, (length, depth) in enumerate(cells, 1):
-            prompts = [needle_prompt(tokenizer, hay, length, depth, i, seed=seed, chat=chat) for i in range(trials)]
-            outputs = llm.generate([prompt.token_ids for prompt in prompts], GREEDY)
-            for output in outputs:
-                if output.finish_reason in ("error", "abort"):
-                    raise EngineError(output.error or "the request was aborted")
-            found = sum(prompt.needle.found_in(output.text) for prompt, output in zip(prompts, outputs, strict=True))
-            if progress:
-                progress(index * trials, len(cells) * trials)
-            yield NeedleCell(length, depth, found, trials)
 
-    return run()
+def _run(
+    llm: LLM,
+    cells: list[tuple[int, float]],
+    hidden: list[list[tuple[Needle, Encode]]],
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[NeedleCell]:
+    for index, ((length, depth), trials) in enumerate(zip(cells, hidden), 1):
+        outputs = llm.generate([_longest(encode, length) for _, encode in trials], GREEDY)
+        for output in outputs:
+            if output.finish_reason in ("error", "abort"):
+                raise EngineError(output.error or "the request was aborted")
+        found = sum(needle.found_in(output.text) for (needle, _), output in zip(trials, outputs, strict=True))
+        if progress:
+            progress(index * len(trials), len(cells) * len(trials))
+        yield NeedleCell(length, depth, found, len(trials))
+
+
+def needle_report(cells: Iterable[NeedleCell]) -> dict[str, Any]:
+    """The cells, at least one, and all of them together, for JSON."""
+    cells = list(cells)
+    whole = NeedleCell(0, 0, sum(cell.correct for cell in cells), sum(cell.trials for cell in cells))
+    return {
+        "accuracy": whole.accuracy,
+        "stderr": whole.stderr,
+        "correct": whole.correct,
+        "trials": whole.trials,
+        "cells": [asdict(cell) | {"accuracy": cell.accuracy, "stderr": cell.stderr} for cell in cells],
+    }
+
+
+def _grid(cells: Iterable[NeedleCell]) -> tuple[list[int], list[float], dict[tuple[float, int], NeedleCell]]:
+    """Lengths, depths, and the cells by (depth, length); some may not have run yet."""
+    found = {(cell.depth, cell.length): cell for cell in cells}
+    return sorted({length for _, length in found}), sorted({depth for depth, _ in found}), found
+
+
+def print_map(cells: Iterable[NeedleCell], title: str) -> None:
+    """Needles found, as a table on stdout: a row for every depth, a column for every length."""
+    from rich.console import Console
+    from rich.table import Table
+
+    lengths, depths, found = _grid(cells)
+    console = Console(highlight=False, markup=False)
+    table = Table("depth", title=title)
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right")
+    for depth in depths:
+        row = (found.get((depth, length)) for length in lengths)
+        table.add_row(f"{depth:g}%", *(f"{cell.correct}/{cell.trials}" if cell else "" for cell in row))
+    console.print(table)
+
+
+def draw_map(cells: Iterable[NeedleCell], file: str, title: str) -> None:
+    """The same as a picture (PNG), the share of needles found in every cell. Needs the extra ``eval``."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise LeanError("the needle map needs matplotlib: pip install 'lean-inference[eval]'") from None
+
+    lengths, depths, found = _grid(cells)
+    size = max(4.0, 1.6 + 0.9 * len(lengths)), max(2.4, 1.3 + 0.5 * len(depths))
+    figure = Figure(figsize=size, layout="constrained")
+    axis = figure.subplots()
+    nothing = float("nan")
+    values = [[found[d, n].accuracy if (d, n) in found else nothing for n in lengths] for d in depths]
+    image = axis.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")  # for every kind of colour vision
+    for (row, depth), (column, length) in product(enumerate(depths), enumerate(lengths)):
+        if cell := found.get((depth, length)):
+            ink = "black" if cell.accuracy > 0.5 else "white"
+            axis.text(column, row, f"{cell.accuracy:.0%}", ha="center", va="center", color=ink)
+    axis.set_title(title, wrap=True)
+    axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axis.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
+    axis.set(xlabel="prompt, tokens", ylabel="depth of the needle")
+    figure.colorbar(image, label="needles found", format=lambda share, _: f"{share:.0%}", ticks=[0, 0.25, 0.5, 0.75, 1])
+    figure.savefig(file, dpi=120)
