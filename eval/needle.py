@@ -109,14 +109,15 @@ class Haystack:
     def with_line(self, line: str, size: int, end: int, depth: float) -> str:
         """The ``size`` characters that end at the offset ``end``, with a line between two of their sentences.
 
-        It goes to the sentence end that is nearest to ``depth`` percent; exactly there if none is within a tenth.
+        It goes to the sentence end inside that is nearest to ``depth`` percent; exactly there if none is within a
+        tenth of the text, and at 0 and 100.
         """
         whole = self._text * (size // len(self._text) + 1) + self._text[:end]
         hay = whole[len(whole) - size :]
         exact = round(size * depth / 100)
         ends = (match.start() for match in _SENTENCE_END.finditer(hay))
-        at = min((0, size, *ends), key=lambda place: abs(place - exact))
-        if abs(at - exact) > size / 10:
+        at = min(ends, key=lambda place: abs(place - exact), default=exact)
+        if depth in (0, 100) or abs(at - exact) > size / 10:
             at = exact
         parts = hay[:at].strip("\n"), line, hay[at:].strip()
         return _BREAK.join(part for part in parts if part)
@@ -148,7 +149,8 @@ def _hidden(
 def _longest(encode: Encode, length: int) -> list[int]:
     """The prompt with the most characters that has at most ``length`` tokens; one token less is good enough.
 
-    Whole prompts are tried, since tokens grow with characters nearly but not strictly: merges change at the cuts.
+    Whole prompts are tried, since tokens grow with characters nearly but not strictly: merges change at the cuts, and
+    white space beside the needle goes.
     """
     low, best, high = 0, encode(0), 4 * length
     while len(beyond := encode(high)) <= length:
