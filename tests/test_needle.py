@@ -129,14 +129,13 @@ def test_chat_without_a_template_is_refused():
 @pytest.mark.parametrize("depth", [0, 10, 25, 50, 75, 90, 100])
 def test_the_needle_is_at_its_depth_between_two_sentences(depth):
     engine = Searcher(byte_tokenizer())
-    run(engine, (6000,), (depth,), trials=8)
+    run(engine, (6000,), (depth,), trials=8, text=" ".join(f"Ship {n} went to sea." for n in range(1000)))
     for text in engine.texts():
-        before, line, after = re.split(r"((?:^|\n\n)The access code for .* has the access code \d{5}\.\n\n)", text)
+        before, after = re.split(r"(?:^|\n\n)The access code for .* has the access code \d{5}\.\n\n", text)
         after = after[: after.rindex("What is the access code")]
-        share = len(before) / (len(before) + len(after))
-        assert abs(share - depth / 100) < 0.11
-        assert (before == "") == (depth == 0)
-        assert (after.strip() == "") == (depth == 100)
+        assert abs(len(before) / (len(before) + len(after)) - depth / 100) < 0.01
+        assert before == "" if depth == 0 else before.endswith("sea.")
+        assert after == "" if depth == 100 else depth == 0 or after.startswith("Ship")
 
 
 def test_the_text_around_a_needle_is_the_text_as_it_is():
