@@ -270,7 +270,7 @@ def print_map(cells: Iterable[NeedleCell], title: str) -> None:
 
 
 def draw_map(cells: Iterable[NeedleCell], file: str, title: str) -> None:
-    """The same as a picture (PNG), the share of needles found in every cell. Needs the extra ``eval``."""
+    """The same as a picture (PNG): the share of needles found, white where nothing ran. Needs the extra ``eval``."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -285,9 +285,9 @@ def draw_map(cells: Iterable[NeedleCell], file: str, title: str) -> None:
     image = axis.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")  # for every kind of colour vision
     for (row, depth), (column, length) in product(enumerate(depths), enumerate(lengths)):
         if cell := found.get((depth, length)):
-            ink = "black" if cell.accuracy > 0.5 else "white"
+            ink = "black" if cell.accuracy >= 0.5 else "white"
             axis.text(column, row, f"{cell.accuracy:.0%}", ha="center", va="center", color=ink)
-    axis.set_title(title, wrap=True)
+    axis.set_title(title, wrap=True, parse_math=False)
     axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axis.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
     axis.set(xlabel="prompt, tokens", ylabel="depth of the needle")
