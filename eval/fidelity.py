@@ -1,6 +1,5 @@
 """How faithful a cache is: KL divergence and agreement with the exact cache on the same tokens."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,7 +7,7 @@ import torch
 
 from lean.config import EngineConfig
 from lean.engine import LLM
-from lean.eval.perplexity import Part, ScoredText, mean_and_stderr
+from lean.eval.perplexity import Part, ScoredText, exp, mean_and_stderr
 from lean.model import LoadedModel
 from lean.runner import LOGIT_SLICE
 from lean.sampling_params import SamplingParams
@@ -78,8 +77,8 @@ class Fidelity:
     top1_stderr: float
     top5: float
     top5_stderr: float
-    ppl: float
-    ppl_exact: float
+    ppl: float | None
+    ppl_exact: float | None
     nll_delta: float
     nll_delta_stderr: float
 
@@ -126,8 +125,8 @@ def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None
         top1_stderr=top1_stderr,
         top5=top5_mean,
         top5_stderr=top5_stderr,
-        ppl=math.exp(float(nll.mean())),
-        ppl_exact=math.exp(float(exact.mean())),
+        ppl=exp(float(nll.mean())),
+        ppl_exact=exp(float(exact.mean())),
         nll_delta=delta,
         nll_delta_stderr=delta_stderr,
     )

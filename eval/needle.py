@@ -177,7 +177,7 @@ def run_needle(
     trials: int = 4,
     seed: int = 0,
     chat: bool | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Iterator[NeedleCell]:
     """Hide needles in a text and ask for them; one cell for every length and depth, in this order.
 
@@ -188,7 +188,7 @@ def run_needle(
         lengths: tokens of the prompts, everything included.
         depths: where the needle is, in percent of the text; 100 is right before the question.
         chat: ask in the model's chat template; None does where there is one.
-        progress: called after every cell with the prompts answered so far and those in all.
+        progress: told after every cell how many more prompts have been answered.
 
     Raises:
         RequestError: before anything runs: lengths that the engine cannot serve or that hold no needle, depths that
@@ -221,16 +221,16 @@ def _run(
     llm: LLM,
     cells: list[tuple[int, float]],
     hidden: list[list[tuple[Needle, Encode]]],
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[int], None] | None,
 ) -> Iterator[NeedleCell]:
-    for index, ((length, depth), trials) in enumerate(zip(cells, hidden), 1):
+    for (length, depth), trials in zip(cells, hidden):
         outputs = llm.generate([_longest(encode, length) for _, encode in trials], GREEDY)
         for output in outputs:
             if output.finish_reason in ("error", "abort"):
                 raise EngineError(output.error or "the request was aborted")
         found = sum(needle.found_in(output.text) for (needle, _), output in zip(trials, outputs, strict=True))
         if progress:
-            progress(index * len(trials), len(cells) * len(trials))
+            progress(len(trials))
         yield NeedleCell(length, depth, found, len(trials))
 
 

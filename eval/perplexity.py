@@ -158,10 +158,10 @@ class Perplexity:
         total, text = float(self.nll.sum()), self.scored.text
         words, size = len(re.split(r"\s+", text.strip())), len(text.encode("utf-8"))
         return {
-            "token_ppl": math.exp(nll),
-            "token_ppl_stderr": math.exp(nll) * error,
-            "word_ppl": _exp(total / words),
-            "byte_ppl": math.exp(total / size),
+            "token_ppl": (ppl := exp(nll)),
+            "token_ppl_stderr": ppl and ppl * error,
+            "word_ppl": exp(total / words),
+            "byte_ppl": exp(total / size),
             "bits_per_byte": total / size / math.log(2),
             "nll": nll,
             "nll_stderr": error,
@@ -176,8 +176,8 @@ class Perplexity:
         }
 
 
-def _exp(x: float) -> float | None:
-    """e^x; None where no float holds it."""
+def exp(x: float) -> float | None:
+    """e^x; None where no float holds it, which JSON could not hold either."""
     return math.exp(x) if x < 700 else None
 
 

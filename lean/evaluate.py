@@ -43,9 +43,9 @@ def read_corpus(text: Path | None, corpus: str | None) -> "Corpus":
     return load_text(text) if text is not None else load_corpus(corpus or "python-docs")
 
 
-def read_options(context: typer.Context) -> "Options":
-    """Options of an evaluation: one sequence at a time where nothing else is said."""
-    return given_options(context, lambda _: {"max_num_seqs": 1})
+def read_options(context: typer.Context, sequences: int = 1) -> "Options":
+    """Options of an evaluation that runs so many sequences at a time where nothing else is said."""
+    return given_options(context, lambda _: {"max_num_seqs": sequences})
 
 
 def start_engine(options: "Options") -> "LLM":
@@ -79,9 +79,9 @@ def config_report(llm: "LLM") -> dict[str, Any]:
 
 
 @contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Any]:
-    """A bar on stderr with the remaining time; yields the function that is told of tokens done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} tokens"))
+def progress_bar(what: str, total: int, of: str = "tokens") -> Iterator[Any]:
+    """A bar on stderr with the remaining time; yields the function that is told how many more are done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(f"{{task.completed:,}}/{{task.total:,}} {of}"))
     with Progress(*columns, TimeRemainingColumn(), console=stderr, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
@@ -128,12 +128,22 @@ def ppl(
     _print_ppl(report, result if curve else None)
 
 
+def _number(value: float | None) -> str:
+    """A perplexity; None is one that no float holds."""
+    if value is None:
+        return "beyond any number"
+    return f"{value:.4f}" if value < 1e5 else f"{value:.4g}"
+
+
 def _print_ppl(report: dict[str, Any], curve: "Perplexity | None") -> None:
     from lean.cache_groups import mib
 
-    words = f"{report['word_ppl']:.4g}" if report["word_ppl"] is not None else "beyond any number"
-    print(f"token perplexity {report['token_ppl']:.4f} ± {report['token_ppl_stderr']:.4f}")
-    print(f"word {words}, byte {report['byte_ppl']:.4f}, {report['bits_per_byte']:.4f} bits per byte")
+    error = "" if report["token_ppl"] is None else f" ± {report['token_ppl_stderr']:.4f}"
+    print(f"token perplexity {_number(report['token_ppl'])}{error}")
+    print(
+        f"word {_number(report['word_ppl'])}, byte {_number(report['byte_ppl'])}, "
+        f"{report['bits_per_byte']:.4f} bits per byte"
+    )
     print(f"NLL {report['nll']:.5f} ± {report['nll_stderr']:.5f} nats per token")
     print(
         f"{report['tokens_scored']:,} tokens of {report['corpus']['name']} (sha256 "
@@ -232,8 +242,8 @@ def _print_kld(report: dict[str, Any]) -> None:
     print(f"median {report['kld_median']:.6f}, 99% {report['kld_p99']:.5f}, 99.9% {report['kld_p999']:.5f}")
     print(f"top-1 agreement {report['top1']:.4f} ± {report['top1_stderr']:.4f}, top-5 {report['top5']:.4f}")
     print(
-        f"perplexity {report['ppl']:.4f}, exact {report['ppl_exact']:.4f}: NLL moved by {report['nll_delta']:+.5f} ± "
-        f"{report['nll_delta_stderr']:.5f}"
+        f"perplexity {_number(report['ppl'])}, exact {_number(report['ppl_exact'])}: "
+        f"NLL moved by {report['nll_delta']:+.5f} ± {report['nll_delta_stderr']:.5f}"
     )
     if "greedy_divergence" in report:
         greedy = report["greedy_divergence"]
@@ -255,3 +265,50 @@ def _print_kld(report: dict[str, Any]) -> None:
         print(
             "most to gain: --kv-skip-layers " + ",".join(str(layer) for layer in sorted(row["layer"] for row in worst))
         )
+
+
+@app.command()
+@engine_flags
+def needle(
+    context: typer.Context,
+    model: ModelArgument = None,
+    text: TextFile = None,
+    corpus: CorpusName = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the whole prompt, separated by commas.")] = "512,2048",
+    depths: Annotated[str, typer.Option(help="Where the line is hidden, in percent of the text.")] = "0,25,50,75,100",
+    trials: Annotated[int, typer.Option(help="Lines asked for per length and depth.")] = 4,
+    seed: Annotated[int, typer.Option(help="Other lines, at other places of the text.")] = 0,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Ask through its template.", show_default="where one is"),
+    ] = None,
+    plot: Annotated[Path | None, option("Draw the map there.", metavar="PNG")] = None,
+    json: Json = False,
+) -> None:
+    """Does the model find a line again that was hidden in a long text? Shows what windows forget and formats blur."""
+    options = read_options(context, max(1, trials))
+    if printed_config(context, options):
+        return
+    from lean.eval.needle import draw_map, needle_report, print_map, run_needle
+
+    wanted = read_numbers("lengths", lengths), read_numbers("depths", depths)
+    source = read_corpus(text, corpus)
+    llm = start_engine(options)
+    total = len(wanted[0]) * len(wanted[1]) * trials
+    with progress_bar("asking", total, "needles") as told:
+        cells = list(run_needle(llm, source.text, *wanted, trials=trials, seed=seed, chat=chat, progress=told))
+    title = f"{llm.model.info.source.name}, KV {options.engine.kv_dtype}"
+    if plot is not None:
+        draw_map(cells, str(plot), title)
+    if json:
+        print_json(needle_report(cells) | {"corpus": source.report(), "config": config_report(llm)})
+    else:
+        print_map(cells, title)
+
+
+def read_numbers(name: str, text: str) -> list[int]:
+    """``512,2048`` to numbers. Raises UserError."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"cannot read --{name} {text!r}: write whole numbers, e.g. 512,2048") from None
