@@ -16,6 +16,7 @@ DEFAULT_SINKS = 4
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CHAT_MAX_TOKENS = 1024
 DEFAULT_STEP_TOKENS = 512
+QUANTIZATIONS = ("bnb-4bit", "bnb-8bit")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -62,6 +63,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: most tokens of all sequences in one step; 512, or more where another option asks for it.
         dtype: dtype of weights and activations; ``auto`` is the checkpoint's.
+        quantization: ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8, on a GPU): the decoder's linear layers through
+            bitsandbytes; embeddings and head stay exact.
         device: ``auto`` is the first GPU, else the CPU.
         threads: CPU threads of this process; torch's own choice.
         deterministic: linear layers and expert products in fixed row tiles, so that chunking and company do not change
@@ -83,6 +86,7 @@ class EngineConfig:
     max_num_seqs: int = 8
     max_num_batched_tokens: int | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     threads: int | None = None
     deterministic: bool = False
@@ -105,6 +109,10 @@ class EngineConfig:
             refuse("block_size", f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
         if self.dtype not in DTYPES:
             refuse("dtype", f"must be one of {', '.join(DTYPES)}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            refuse("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, or left out")
+        if self.quantization is not None and self.dtype == "float64":
+            refuse("quantization", "does not go with dtype float64: leave one of them out")
         for field in ("kv_residual_length", "sinks"):
             if (getattr(self, field) or 0) < 0:
                 refuse(field, "must not be negative")

@@ -61,11 +61,12 @@ class LLM:
                 raise ConfigError(f"dtype {config.dtype} asked for, the loaded model is {info.dtype}: load it again")
             if config.device != "auto" and device != model.device:
                 raise ConfigError(f"device {config.device} asked for, the loaded model is on {model.device}")
+            model.check_weights(config.quantization, config.deterministic)
             device = model.device
         else:
             if isinstance(model, str):
                 model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
-            info = inspect_model(model, config.dtype, config.trust_remote_code)
+            info = inspect_model(model, config.dtype, config.trust_remote_code, config.quantization)
         try:
             self.kernels = backend(device)
         except ValueError as error:

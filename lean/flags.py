@@ -83,6 +83,12 @@ def _engine_flags(
     dtype: Annotated[
         str, typer.Option(help="auto, bfloat16, float16, float32 or float64: weights and activations.")
     ] = _DEFAULT.dtype,
+    quantization: Annotated[
+        str | None,
+        option(
+            "Weights of the linear layers in bnb-4bit or, on a GPU, bnb-8bit (bitsandbytes).", "none", metavar="FORMAT"
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = _DEFAULT.device,
     threads: Annotated[int | None, option("CPU threads.", "torch's choice")] = None,
     deterministic: Annotated[

@@ -15,10 +15,11 @@ from transformers.utils import logging as hf_logging
 from lean import attention
 from lean.cache_groups import LayerShape
 from lean.checkpoint import check_checkpoint, read_header
-from lean.errors import ModelError, RequestError, one_line
+from lean.errors import ConfigError, ModelError, RequestError, one_line
 from lean.gguf import load_gguf_tokenizer
 from lean.hub import ModelSource
 from lean.quant.codecs import RAW_DTYPES
+from lean.quant.weights import WeightUse, check_quantization, quantize_linears
 from lean.sampling_params import SamplingParams
 
 log = logging.getLogger("lean")
@@ -35,6 +36,7 @@ class ModelInfo:
         dtype: of the weights and activations.
         parameters: number of parameters, tied ones counted once.
         notes: lines the user should see.
+        quantization: format to load the decoder's linear layers into; None leaves them as they are.
     """
 
     source: ModelSource
@@ -44,6 +46,7 @@ class ModelInfo:
     parameters: int
     trust_remote_code: bool = False
     notes: tuple[str, ...] = ()
+    quantization: str | None = None
 
     @property
     def architecture(self) -> str:
@@ -144,7 +147,21 @@ def _attention_layers(skeleton: torch.nn.Module, config: Any, name: str) -> tupl
     return tuple(shapes)
 
 
-def inspect_model(source: ModelSource, dtype: str = "auto", trust_remote_code: bool = False) -> ModelInfo:
+def refuse_quantized(config: Any, quantization: str | None, name: str) -> None:
+    """Raise ModelError for weights that bitsandbytes has quantized already, or that would be quantized once more."""
+    found = getattr(config, "quantization_config", None) or {}
+    found = found if isinstance(found, dict) else found.to_dict()
+    method = str(found.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in found else "unknown"))
+    if found and (quantization or method.startswith("bitsandbytes")):
+        raise ModelError(
+            f"{name}: its weights are quantized already (quantization_config in config.json, {one_line(method, 40)}): "
+            "pass the checkpoint they were made from, with --quantization where wanted"
+        )
+
+
+def inspect_model(
+    source: ModelSource, dtype: str = "auto", trust_remote_code: bool = False, quantization: str | None = None
+) -> ModelInfo:
     """Read a model's configuration and shapes without its weights.
 
     Raises:
@@ -163,6 +180,7 @@ def inspect_model(source: ModelSource, dtype: str = "auto", trust_remote_code: b
     config = full.get_text_config()
     refuse_by_config(full, source.name)
     refuse_by_config(config, source.name)
+    refuse_quantized(full, quantization, source.name)
     if config is not full:
         raise ModelError(f"{source.name} ({full.model_type}): multimodal checkpoints are not supported by lean")
     with torch.device("meta"):
@@ -177,7 +195,7 @@ def inspect_model(source: ModelSource, dtype: str = "auto", trust_remote_code: b
     layers = _attention_layers(skeleton, config, source.name)
     chosen = resolve_dtype(dtype, config, source)
     notes = _notes(source, config, chosen)
-    info = ModelInfo(source, config, layers, chosen, parameters, trust_remote_code, notes)
+    info = ModelInfo(source, config, layers, chosen, parameters, trust_remote_code, notes, quantization)
     if info.max_position_embeddings < 1:
         raise ModelError(f"{source.name}: config.json has max_position_embeddings {config.max_position_embeddings}")
     return info
@@ -218,6 +236,7 @@ class LoadedModel:
     tokenizer: Any
     eos_token_ids: frozenset[int]
     generation: dict[str, Any] = field(default_factory=dict)
+    weights: WeightUse | None = None  # where they are quantized
 
     def __post_init__(self) -> None:
         self._decoder = self.module.get_decoder()  # type: ignore[operator]
@@ -229,6 +248,17 @@ class LoadedModel:
         if lean_hidden is not None:
             return _DecoderResult(lean_hidden)
         return self._run_decoder(*args, **kwargs)
+
+    def check_weights(self, quantization: str | None, deterministic: bool) -> None:
+        """Raise ConfigError where an engine asks for other weights than these."""
+        if quantization is not None and quantization != self.info.quantization:
+            raise ConfigError(
+                f"quantization {quantization} asked for, the loaded model has {self.info.quantization}: load it again"
+            )
+        if deterministic and self.weights is not None and not self.weights.row_invariant:
+            raise ConfigError(
+                f"--deterministic cannot hold with the {self.weights.name} weights of the loaded model: leave it out"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -307,8 +337,18 @@ def _from_pretrained_without_bar(*args: Any, **kwargs: Any) -> Any:
 
 
 def load_model(info: ModelInfo, device: torch.device, deterministic: bool = False) -> LoadedModel:
-    """Load the weights. Raises ModelError for tensors that are missing or have another shape."""
+    """Load the weights, and quantize them where ``info`` says so.
+
+    Raises:
+        ModelError: tensors are missing or have another shape, or none can be quantized.
+        ConfigError: the quantization cannot serve here.
+    """
     source = info.source
+    if info.quantization:
+        try:
+            check_quantization(info.quantization, info.dtype, device, deterministic)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     tokenizer = load_tokenizer(source, info.trust_remote_code)
     arguments = _hub_arguments(source)
     if source.gguf_file is not None:
@@ -343,5 +383,9 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
     eos, generation = _generation_defaults(source)
     eos |= _ids(getattr(info.config, "eos_token_id", None), "config.json")
     eos |= _ids(tokenizer.eos_token_id, "the tokenizer")
-    module = module.to(device).eval().requires_grad_(False)
-    return LoadedModel(info, module, tokenizer, frozenset(eos), generation)
+    module = module.eval().requires_grad_(False)
+    weights = None
+    if info.quantization:
+        decoder = module.get_decoder()
+        weights = _attempt(source.name, quantize_linears, module, decoder, info.quantization, device)
+    return LoadedModel(info, module.to(device), tokenizer, frozenset(eos), generation, weights)

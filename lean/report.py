@@ -9,6 +9,7 @@ from lean.errors import ConfigError
 
 if TYPE_CHECKING:
     from lean.engine import LLM
+    from lean.quant.weights import WeightUse
     from lean.request import RequestOutput
 
 
@@ -34,14 +35,37 @@ def start_up_line(llm: "LLM") -> str:
     fit = f"{size.num_tokens:,} tokens fit"
     if plan.bounded:
         fit = "one sequence fits" if seqs == 1 else f"{seqs} sequences fit"
+    weights = f"; {weights_line(llm.model.weights)}" if llm.model.weights else ""
     mode = ", deterministic" if llm.config.deterministic else ""
     formats = " and ".join(dict.fromkeys(pool.name for pool in plan.pools if not pool.exact))
     return (
-        f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}; "
+        f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}{weights}; "
         f"KV {formats}{residual}{window}, {plan.bytes_per_token:,} bytes/token; "
         f"{mib(full)} held at {length} (bf16 {mib(bf16)}, {bf16 / full:.2f}x); "
         f"{mib(size.nbytes)} allocated, {fit}: {pools}; kernels: {llm.kernels}{mode}"
     )
+
+
+def weights_line(use: "WeightUse") -> str:
+    """The format and bytes of quantized weights."""
+    rest = "" if use.num_quantized == use.num_linear else f" of {use.num_linear}"
+    slow = "" if use.fused else " (made exact again at every product: slow)"
+    return (
+        f"weights {use.bits:.2f} bits {use.name} in {use.num_quantized}{rest} linear layers{slow}, "
+        f"{mib(use.quantized_bytes)} + {mib(use.exact_bytes)} exact"
+    )
+
+
+def weights_report(use: "WeightUse") -> dict[str, Any]:
+    """The ``weights`` object of ``run --json``."""
+    return {
+        "format": use.name,
+        "bits": round(use.bits, 4),
+        "layers_quantized": use.num_quantized,
+        "layers_linear": use.num_linear,
+        "bytes_quantized": use.quantized_bytes,
+        "bytes_exact": use.exact_bytes,
+    }
 
 
 def out_of_sight(llm: "LLM", num_tokens: int) -> str | None:
@@ -95,6 +119,8 @@ def answer_report(llm: "LLM", outputs: "list[RequestOutput]", times: list[float]
         },
         "kernels": llm.kernels,
     }
+    if llm.model.weights is not None:
+        report["weights"] = weights_report(llm.model.weights)
     if first.logprobs is not None:
         report["logprobs"] = [asdict(entry) for entry in first.logprobs]
     if first.prompt_logprobs is not None:
