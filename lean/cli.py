@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from itertools import chain
 from typing import Annotated, NoReturn
 
 import typer
@@ -72,6 +73,27 @@ def info(
         print_json(report)
     else:
         print_model_report(report)
+
+
+@app.command()
+def doctor(
+    build: Annotated[bool, typer.Option("--build", help="Compile the C++ kernels first.")] = False,
+    json: Json = False,
+) -> None:
+    """Check this machine: versions, devices, which kernels serve them and why not others, and that these are right."""
+    from lean.doctor import build_kernels, doctor_report, examine
+
+    findings = []
+    for finding in chain([build_kernels()] if build else [], examine()):
+        findings.append(finding)
+        mend = f" -> {finding.mend}" if finding.mend else ""
+        if not json:
+            print(f"{finding.level:8}{finding.topic}: {finding.text}{mend}", flush=True)
+    report = doctor_report(findings)
+    if json:
+        print_json(report)
+    if not report["healthy"]:
+        raise typer.Exit(1)
 
 
 def _quiet_libraries() -> None:
