@@ -24,7 +24,7 @@ lint: .venv/.installed-dev
 	$(BIN)/mypy
 
 bench: .venv/.installed
-	$(BIN)/python -P -m lean.eval.bench $(MODEL)
+	$(BIN)/lean bench decode $(MODEL)
 
 fidelity: .venv/.installed
 	$(BIN)/python -P -m lean.eval.fidelity $(MODEL)

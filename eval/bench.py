@@ -1,79 +1,170 @@
-"""Prefill and decode speed beside transformers' generate, in one run.
+"""What every benchmark shares: rows, fair timing, the machine's memory bandwidth, a table and a picture.
 
-The two take turns on the same tokens and threads; medians are quoted and the ratio is what counts, since machines are
-shared and noisy.
+Contenders take turns in one run after a warm-up, and medians are quoted: machines are shared and noisy, so absolute
+times mean little and ratios much.
 """
 
-import argparse
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-import transformers
 
-from lean.config import DEFAULT_MODEL, EngineConfig
-from lean.engine import LLM
-from lean.errors import ConfigError, run_main
-from lean.eval.corpus import python_docs
-from lean.hub import resolve
-from lean.request import SamplingParams
+from lean.errors import UserError
+
+COLD_BYTES = 256 * 2**20  # of data that passes between two reads of the same bytes: more than any cache holds
 
 
-def _seconds(call: Callable[[list[int], int], None], ids: list[int], count: int) -> float:
+@dataclass(frozen=True)
+class BenchRow:
+    """One measurement. ``format`` is a KV format of lean's, ``peer`` what it took turns with.
+
+    Attributes:
+        name: of the benchmark.
+        context: tokens in the cache; of a prefill: in the prompt.
+        median_ms: of one call, step or prompt. spread: half of the middle half of the times, over the median.
+        gb_s: bytes that must be read, per second. bandwidth_share: that, of what this machine reads at most.
+        ratio: peer_ms / median_ms; above 1 lean is faster.
+    """
+
+    name: str
+    format: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context: int
+    threads: int
+    median_ms: float
+    spread: float
+    gb_s: float | None = None
+    bandwidth_share: float | None = None
+    peer: str | None = None
+    peer_ms: float | None = None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of repeated calls."""
+
+    median: float
+    spread: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Timing":
+        median = statistics.median(seconds)
+        if len(seconds) < 3:
+            return cls(median, (max(seconds) - min(seconds)) / 2 / median)
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, (high - low) / 2 / median)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Wall-clock time of one call, the GPU's work included."""
+    synchronize()
     start = time.perf_counter()
-    call(ids, count)
+    call()
+    synchronize()
     return time.perf_counter() - start
 
 
-def main() -> None:
-    """Measure tokens per second at several context lengths."""
-    parser = argparse.ArgumentParser(prog="python -m lean.eval.bench", description=main.__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--kv-dtype", default="int8")
-    parser.add_argument("--context", type=int, nargs="*", default=[128, 1024, 2048], help="prompt tokens")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    source = resolve(args.model)
-    if source.gguf_file is not None:
-        raise ConfigError("the comparison loads the model with transformers too: pass a checkpoint folder")
-    llm = LLM(source, EngineConfig(kv_dtype=args.kv_dtype, max_num_seqs=1))
-    peer = transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=llm.model.info.dtype).eval()
-    peer.to(llm.model.device)
-    tokens = llm.model.tokenizer(python_docs()[: 8 * max(args.context)])["input_ids"]
-    if len(tokens) < max(args.context):
-        raise ConfigError(f"the text has {len(tokens)} tokens only: lower --context")
-
-    def ours(ids: list[int], count: int) -> None:
-        llm.generate([ids], SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0))
-
-    def theirs(ids: list[int], count: int) -> None:
-        prompt = torch.tensor([ids], device=peer.device)
-        options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False}
-        peer.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-
-    print(f"{args.model}, {llm.model.info.dtype}, KV {args.kv_dtype}, {torch.get_num_threads()} threads, {llm.kernels}")
-    print("tokens/s: lean, transformers, ratio; medians of", args.repeats)
-    for context in args.context:
-        ids = tokens[:context]
-        times: dict[tuple[str, int], list[float]] = {}
-        for repeat in range(args.repeats + 1):
-            for name, call in (("lean", ours), ("transformers", theirs)):
-                for count in (1, 1 + args.new_tokens):
-                    seconds = _seconds(call, ids, count)
-                    if repeat:  # the first is warm-up
-                        times.setdefault((name, count), []).append(seconds)
-        first = {name: statistics.median(times[name, 1]) for name in ("lean", "transformers")}
-        whole = {name: statistics.median(times[name, 1 + args.new_tokens]) for name in first}
-        prefill = {name: context / first[name] for name in first}
-        decode = {name: args.new_tokens / (whole[name] - first[name]) for name in first}
-        for what, speed in (("prefill", prefill), ("decode", decode)):
-            ratio = speed["lean"] / speed["transformers"]
-            print(
-                f"{what:8} at {context:5}: {speed['lean']:9.1f} {speed['transformers']:9.1f} {ratio:6.2f}x", flush=True
-            )
+def take_turns(calls: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 1) -> dict[str, Timing]:
+    """Call every contender once per round, in changing order, and time it; the first rounds are warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(warm_up + rounds):
+        for name in names if turn % 2 else names[::-1]:
+            taken = seconds_of(calls[name])
+            if turn >= warm_up:
+                seconds[name].append(taken)
+    return {name: Timing.of(taken) for name, taken in seconds.items()}
 
 
-if __name__ == "__main__":
-    run_main(main)
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a plain sum over a buffer beyond the caches reads, the best of several tries."""
+    words = torch.ones(max(COLD_BYTES, 2**30 if device.type == "cuda" else 0) // 4, device=device)
+    words.sum()
+    return words.nbytes / min(seconds_of(words.sum) for _ in range(7))
+
+
+def rows_beside_peers(
+    make: Callable[..., BenchRow], timings: Mapping[str, Timing], ours: Sequence[str], peers: Sequence[str]
+) -> list[BenchRow]:
+    """One row for every contender of lean's and every peer; ``make(contender, **figures)`` fills in the rest."""
+    rows = []
+    for name in ours:
+        own = timings[name]
+        others: list[str | None] = [*peers] or [None]
+        for peer in others:
+            figures: dict[str, Any] = {"median_ms": 1e3 * own.median, "spread": own.spread, "peer": peer}
+            if peer is not None:
+                figures |= {"peer_ms": 1e3 * timings[peer].median, "ratio": timings[peer].median / own.median}
+            rows.append(make(name, **figures))
+    return rows
+
+
+def print_rows(rows: Sequence[BenchRow], json_too: bool = False) -> None:
+    """A table on stdout; or one JSON object a line."""
+    if json_too:
+        for row in rows:
+            print(json.dumps({key: _short(value) for key, value in asdict(row).items()}, allow_nan=False), flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("benchmark", "KV", "heads", "context", "ms", "±", "GB/s", "of max", "peer", "peer ms", "ratio")
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.format,
+            f"{row.num_q_heads}/{row.num_kv_heads}x{row.head_dim}",
+            f"{row.context:,}",
+            f"{row.median_ms:.3g}",
+            f"{row.spread:.0%}",
+            "" if row.gb_s is None else f"{row.gb_s:.1f}",
+            "" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}",
+            row.peer or "",
+            "" if row.peer_ms is None else f"{row.peer_ms:.3g}",
+            "" if row.ratio is None else f"{row.ratio:.2f}x",
+        )
+    Console(highlight=False, width=None).print(table)
+
+
+def _short(value: object) -> object:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def draw_rows(rows: Sequence[BenchRow], file: str, title: str) -> None:
+    """Milliseconds against context, one line per format and peer, as a PNG. Needs the extra ``eval``."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install 'lean-inference[eval]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        lines.setdefault(f"lean {row.format}", {})[row.context] = row.median_ms
+        if row.peer is not None and row.peer_ms is not None:
+            lines.setdefault(row.peer, {})[row.context] = row.peer_ms
+    figure, axis = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    for name, points in lines.items():
+        ours = name.startswith("lean ")
+        contexts = sorted(points)
+        values = [points[context] for context in contexts]
+        axis.plot(contexts, values, "o-" if ours else "s--", label=name, linewidth=2 if ours else 1.2, markersize=4)
+    axis.set(title=title, xlabel="context, tokens", ylabel="ms")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(file, dpi=130)
+    plt.close(figure)

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lean import evaluate
+from lean import bench_command, evaluate
 from lean.errors import LeanError
 from lean.flags import Json, ModelArgument, choose_model
 from lean.pull import ARTEFACTS
@@ -20,6 +20,7 @@ from lean.terminal import print_json, stderr
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(run)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(bench_command.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)

@@ -102,7 +102,7 @@ def _engine_flags(
 
 
 def engine_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the engine's flags behind its own; it reads them with `given_options`."""
+    """A command with the engine's flags behind its own, which win; it reads them with `given_options`."""
     own, shared = inspect.signature(command), inspect.signature(_engine_flags)
 
     @functools.wraps(command)
@@ -111,7 +111,7 @@ def engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     for item in shared.parameters.values():
         item.annotation.__metadata__[0].rich_help_panel = "Engine and cache"
-    parameters = [*own.parameters.values(), *shared.parameters.values()]
+    parameters = [*own.parameters.values(), *(p for n, p in shared.parameters.items() if n not in own.parameters)]
     call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {item.name: item.annotation for item in parameters}
     return call
