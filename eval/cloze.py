@@ -2,7 +2,6 @@
 
 import random
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +12,38 @@ NUM_ITEMS = 200
 CONTEXT_CHARS = 600  # about 150 tokens: well beyond the residual, so that quantized blocks are read
 SEED = 20240229
 
-_END = re.compile(r"(?<=[a-z] )([a-z]{4,12})\.(?=\s)")  # the last word of a sentence
+_PAIR = re.compile(r"\b([a-z]+) (?=([a-z]{4,12})\b)")  # a word and the next one
+_END = re.compile(r"\b([a-z]+) ([a-z]{4,12})\.(?= )")  # the last two words of a sentence
 
 
 def make_items(text: str, count: int = NUM_ITEMS) -> list[dict[str, Any]]:
     """Cloze items from a text; the same ones for the same text.
 
-    A context is the text before the last word of a sentence. The three false choices end other sentences of the text,
-    are not in the context, and have been drawn as often as they do so: how common a word is tells nothing.
+    A context is the text before the last word of a sentence. The three false choices follow the same word as the right
+    one elsewhere in the text, and are not in the context: only what lies further back can tell.
 
     Returns:
         count items ``{"context", "choices" (four words), "answer" (index of the right one)}``; fewer where the text has
-        not enough sentences.
+        not enough of them.
     """
     rng = random.Random(SEED)
     text = re.sub(r"\s+", " ", text)
+    followers: dict[str, set[str]] = {}
+    for before, word in _PAIR.findall(text):
+        followers.setdefault(before, set()).add(word)
     ends = [match for match in _END.finditer(text) if match.start() > CONTEXT_CHARS]
-    counts = Counter(match[1] for match in ends)
-    words, weights = zip(*sorted(counts.items())) if counts else ((), ())
-    items = []
-    for match in rng.sample(ends, min(count, len(ends))):
+    rng.shuffle(ends)
+    items: list[dict[str, Any]] = []
+    for match in ends:
+        before, right = match.groups()
         start = text.index(" ", match.start() - CONTEXT_CHARS) + 1
-        context = text[start : match.start()].rstrip()
-        seen = {match[1], *re.findall(r"\w+", context)}
-        if len([word for word in words if word not in seen]) < 3:
+        context = text[start : match.end(1)]
+        false = sorted(followers[before] - {right, *re.findall(r"\w+", context)})
+        if len(false) < 3 or len(items) == count:
             continue
-        choices = [match[1]]
-        while len(choices) < 4:
-            (word,) = rng.choices(words, weights)
-            if word not in seen:
-                choices.append(word)
-                seen.add(word)
+        choices = [right, *rng.sample(false, 3)]
         rng.shuffle(choices)
-        items.append({"context": context, "choices": choices, "answer": choices.index(match[1])})
+        items.append({"context": context, "choices": choices, "answer": choices.index(right)})
     return items
 
 

@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
 from lean.config import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, EngineConfig, parse_size
@@ -129,6 +129,18 @@ class LeanLM(TemplateLM):
         self._dropped: dict[tuple[str, Hashable], int] = {}  # (task, document): most tokens that one request lost
         if batch_size not in (None, 1, "1", "auto"):
             log.warning("batch_size %s is not used: the engine runs up to max_num_seqs requests at once", batch_size)
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "LeanLM":
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "LeanLM":
+        """From model arguments over lm-eval's own flags. Its default ``--device cuda:0`` is what auto means here."""
+        flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if flags.get("device") == "cuda:0":
+            del flags["device"]
+        return cls(**(flags | arg_dict))
 
     # --- what lm-eval asks about the model ---
 

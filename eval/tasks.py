@@ -4,8 +4,10 @@ import difflib
 import io
 import logging
 import math
+import os
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,49 +168,84 @@ def _load(tasks: Sequence[str], include_path: str | Path | None) -> tuple[list[A
 
 
 def _manager(tasks: Sequence[str], include_path: str | None) -> "TaskManager":
-    """lm-eval's task manager; without its own 14,000 files, which take seconds to read, where they are not wanted."""
-    manager = _index(include_path, False)
-    unknown = [name for name in tasks if not _is_known(manager, name)]
-    if unknown:
-        stems, text = _task_files()
-        for name in unknown:  # what no YAML file names is refused before all of them are parsed
-            if name.encode() not in text:
-                _refuse(name, [*manager.all_tasks, *stems])
-        manager = _index(include_path, True)
-    for name in unknown:
+    """A task manager of lm-eval that knows the tasks, and the members of those that are groups.
+
+    lm-eval would parse all of its 14,000 files first, for 10 seconds and more. Here it gets the folders that name what
+    is wanted; members of a group that lie elsewhere bring their folders in turn. All of them are read for a tag that
+    several folders name, since lm-eval does not join those.
+    """
+    manager = _index(include_path, ())
+    wanted = {name for name in tasks if not _is_known(manager, name)}
+    folders: set[Path] = set()
+    asked: set[str] = set()
+    texts = _task_texts() if wanted else {}
+    while wanted:
+        named = re.compile(rb"(?<!\w)(?:" + b"|".join(re.escape(name.encode()) for name in wanted) + rb")(?!\w)")
+        folders |= {folder for folder, text in texts.items() if named.search(text)}
+        asked |= wanted
+        outer = [folder for folder in folders if not folders.intersection(folder.parents)]  # read with all in them
+        manager = _index(include_path, tuple(sorted(outer, reverse=True)))  # of two with one name the first counts
+        wanted = {member for name in tasks for member in _members(manager, name)} - asked - manager.task_index.keys()
+    entries = [manager.task_index.get(member) for name in tasks for member in _members(manager, name)]
+    if len(folders) > 1 and any(entry and entry.yaml_path is None for entry in entries):
+        manager = _index(include_path, (_lm_eval_tasks(),))
+    for name in tasks:
         if not _is_known(manager, name):
-            _refuse(name, manager.all_tasks)
+            names = re.findall(rb"(?m)^(?:task|group):\s*([\w.-]+)", b"\n".join(texts.values()))
+            near = difflib.get_close_matches(name, {*manager.all_tasks, *(found.decode() for found in names)}, n=3)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ConfigError(
+                f"unknown task {one_line(name, 60)!r}: {hint}`lm_eval ls tasks` lists all, --include-path adds yours"
+            )
     return manager
 
 
-@lru_cache(maxsize=4)
-def _index(include_path: str | None, include_defaults: bool) -> "TaskManager":
+@lru_cache(maxsize=8)
+def _index(include_path: str | None, folders: tuple[Path, ...]) -> "TaskManager":
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise UserError(MISSING) from None
-    folders: list[str | Path] = [TASKS_FOLDER, *([include_path] if include_path else [])]
-    return TaskManager(include_path=folders, include_defaults=include_defaults)
+    own = [Path(include_path)] if include_path else []  # last: it may override
+    return TaskManager(include_path=[*folders, TASKS_FOLDER, *own], include_defaults=False)
 
 
 def _is_known(manager: "TaskManager", name: str) -> bool:
     return name in manager.task_index or (name.endswith((".yaml", ".yml")) and Path(name).is_file())
 
 
-def _task_files() -> tuple[list[str], bytes]:
-    """Names of lm-eval's task files without suffix, and what they all hold."""
+def _lm_eval_tasks() -> Path:
     import lm_eval
 
-    paths = list((Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml"))
-    return [path.stem for path in paths], b"\n".join(path.read_bytes() for path in paths)
+    return Path(lm_eval.__file__).parent / "tasks"
 
 
-def _refuse(name: str, known: Sequence[str]) -> None:
-    near = difflib.get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ConfigError(
-        f"unknown task {one_line(name, 60)!r}: {hint}`lm_eval ls tasks` lists all; --include-path DIR adds your own"
-    )
+def _task_texts() -> dict[Path, bytes]:
+    """lm-eval's folders of task files, and what the files in each hold."""
+    texts: dict[Path, bytes] = {}
+    for path in _lm_eval_tasks().rglob("*.yaml"):
+        texts[path.parent] = texts.get(path.parent, b"") + b"\n" + path.read_bytes()
+    return texts
+
+
+def _members(manager: "TaskManager", name: str) -> set[str]:
+    """Names of everything that a group holds, groups in it included."""
+    names: set[str] = set()
+
+    def walk(item: Any) -> None:
+        if isinstance(item, dict):  # a task or group with settings of its own
+            walk(item.get("group"))
+            walk(item.get("task"))
+        elif isinstance(item, list):
+            for part in item:
+                walk(part)
+        elif isinstance(item, str) and item not in names:
+            names.add(item)
+            entry = manager.task_index.get(item)
+            walk(entry.cfg.get("task") if entry and entry.cfg and "group" in entry.cfg else None)
+
+    walk(name)
+    return names
 
 
 @contextmanager
@@ -231,15 +268,19 @@ def _no_retries() -> Iterator[None]:
 
 @contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
-    """lm-eval's remarks, and without ``progress`` its bars, are not ours to show."""
+    """lm-eval's remarks, and without ``progress`` its bars, are not ours to show; nor is it to fork this process."""
     logger = logging.getLogger("lm_eval")
-    before = logger.level
+    level, pools = logger.level, os.environ.get("DISABLE_MULTIPROC")
     logger.setLevel(logging.ERROR)
+    os.environ["DISABLE_MULTIPROC"] = "1"  # of its bootstrap
     try:
-        with nullcontext() if progress else redirect_stderr(io.StringIO()):
+        with redirect_stdout(io.StringIO()), nullcontext() if progress else redirect_stderr(io.StringIO()):
             yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
+        del os.environ["DISABLE_MULTIPROC"]
+        if pools is not None:
+            os.environ["DISABLE_MULTIPROC"] = pools
 
 
 def main() -> None:
