@@ -34,7 +34,7 @@ dataset_kwargs: {data_files: {test: DATA}}
 output_type: multiple_choice
 test_split: test
 doc_to_text: "{{text}} Answer:"
-doc_to_choice: [yes, no, perhaps]
+doc_to_choice: [surely, never, perhaps]
 doc_to_target: answer
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """,
