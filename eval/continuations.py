@@ -7,7 +7,7 @@ import torch
 from lean.engine import LLM
 from lean.errors import EMPTY_PROMPT, RequestError
 from lean.runner import LOGIT_SLICE
-from lean.scoring import TokenScores, _score_rows
+from lean.scoring import TokenScores, score_rows
 
 SEQUENCES_AT_ONCE = 1024  # handed to the engine together; it runs max_num_seqs of them and queues the rest
 
@@ -63,7 +63,7 @@ def _scores(llm: LLM, rows: torch.Tensor, targets: Sequence[int]) -> TokenScores
     """Rows [n, hidden_size] against the tokens [n] that they should predict, LOGIT_SLICE at a time."""
     wanted = torch.tensor(list(targets), dtype=torch.long, device=rows.device)
     parts = [
-        _score_rows(llm, rows[start : start + LOGIT_SLICE], wanted[start : start + LOGIT_SLICE])
+        score_rows(llm, rows[start : start + LOGIT_SLICE], wanted[start : start + LOGIT_SLICE])
         for start in range(0, len(wanted), LOGIT_SLICE)
     ]
     if not parts:

@@ -6,69 +6,28 @@ with lean registered.
 """
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
+from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
-from lean.config import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, EngineConfig, parse_size
+from lean.config import DEFAULT_MAX_TOKENS, DEFAULT_MODEL
 from lean.engine import LLM
 from lean.errors import ConfigError, EngineError, RequestError, one_line
 from lean.eval.continuations import score_continuations
+from lean.eval.lm_eval_args import engine_config, sampling_params
 from lean.report import kv_report
-from lean.sampling_params import SamplingParams
 
 log = logging.getLogger("lean")
 
-# What generation arguments of tasks mean here; do_sample, until and the names of max_gen_toks are read before these.
-SAMPLING_KEYS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
 REQUESTS_AT_ONCE = 1024  # handed to the engine together; it runs max_num_seqs of them and queues the rest
-
-
-def engine_config(args: Mapping[str, Any]) -> EngineConfig:
-    """Model arguments, as text or as lm-eval read them (``0`` as a number, ``-1`` as a float), to an EngineConfig.
-
-    Raises ConfigError: an unknown name, or a value that the field cannot have.
-    """
-    kinds = {field.name: str(field.type).split(" | ") for field in fields(EngineConfig)}
-    unknown = [name for name in args if name not in kinds]
-    if unknown:
-        raise ConfigError(
-            f"unknown model argument {one_line(unknown[0], 40)!r}: known are pretrained, max_gen_toks, add_bos_token, "
-            f'prefix_token_id, {", ".join(kinds)}; a value with commas needs quotes: kv_dtype="k=int8,v=int4"'
-        )
-
-    def convert(name: str, value: Any) -> Any:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        text = str(value).strip()
-        if "None" in kinds[name] and text.lower() in ("none", "null"):
-            return None
-        if "str" in kinds[name]:
-            return text
-        if name == "kv_memory" and isinstance(value, str):
-            return parse_size(value)
-        if "bool" in kinds[name]:
-            return {"true": True, "false": False}.get(text.lower(), value)
-        return int(text) if text.lstrip("+-").isdecimal() else value
-
-    return EngineConfig(**{name: convert(name, value) for name, value in args.items()})
 
 
 @register_model("lean")
@@ -311,7 +270,7 @@ class LeanLM(TemplateLM):
         jobs: dict[Hashable, list[int]] = {}  # equal greedy requests are one; samples are drawn one by one
         for index, request in enumerate(requests):
             context, given = request.args
-            params = self._sampling_params(given)
+            params = sampling_params(self.llm, given, self.max_gen_toks)
             room = self.max_length - params.max_tokens
             if room < 1:
                 raise RequestError(f"{params.max_tokens} new tokens leave no room in max-model-len {self.max_length}")
@@ -327,26 +286,6 @@ class LeanLM(TemplateLM):
                     bar.update()
         self._say_truncated()
         return answers
-
-    def _sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
-        """Generation arguments of a task as the engine's. Raises RequestError for one that the engine does not have."""
-        args: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), self.max_gen_toks))
-        stop = [text for text in args.pop("until") if text]
-        if self.eot_token_id is not None:
-            stop.append(self.tokenizer.decode([self.eot_token_id]))
-        max_tokens, sample = args.pop("max_gen_toks"), args.pop("do_sample")
-        if args.get("num_beams") == 1:
-            del args["num_beams"]
-        unknown = sorted(args.keys() - set(SAMPLING_KEYS))
-        if unknown:
-            raise RequestError(f"generation argument {unknown[0]!r} is unknown: known are {', '.join(SAMPLING_KEYS)}")
-        if sample:
-            args.setdefault("temperature", self.llm.model.generation.get("temperature", 1.0))
-            # lm-eval seeds torch: a run can be repeated, and copies of a request differ.
-            args.setdefault("seed", int(torch.randint(2**63 - 1, ())))
-        else:
-            args["temperature"] = 0.0
-        return SamplingParams(max_tokens=max_tokens, stop=tuple(dict.fromkeys(stop)), **args)
 
     def _generate(self, jobs: Sequence[Any]) -> Iterator[tuple[Any, str]]:
         """Run (token ids, SamplingParams, ...) together; yields (job, text) as they end."""

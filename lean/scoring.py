@@ -26,7 +26,7 @@ class TokenScores(NamedTuple):
 
 
 @torch.inference_mode()
-def _score_rows(llm: LLM, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
+def score_rows(llm: LLM, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
     """Rows [n, hidden_size] against the tokens [n] that they should predict.
 
     A lone row is doubled on the way: several threads would share its sum and round it otherwise than in company.
@@ -73,7 +73,7 @@ def score_many(
         targets = torch.tensor(sequences[index][position + 1 : position + 1 + hidden.shape[0]], device=hidden.device)
         for start in range(0, hidden.shape[0], LOGIT_SLICE):
             part = slice(start, start + LOGIT_SLICE)
-            found = _score_rows(llm, hidden[part], targets[part])
+            found = score_rows(llm, hidden[part], targets[part])
             place = slice(position + start, position + start + len(found.logprobs))
             scores[index].logprobs[place], scores[index].greedy[place] = found
         if progress is not None:

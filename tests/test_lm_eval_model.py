@@ -17,7 +17,8 @@ from lm_eval.models.huggingface import HFLM
 
 from lean import LLM, EngineConfig
 from lean.eval.continuations import score_continuations
-from lean.eval.lm_eval_model import LeanLM, engine_config
+from lean.eval.lm_eval_args import engine_config
+from lean.eval.lm_eval_model import LeanLM
 
 EXACT = {"kv_dtype": "fp32", "dtype": "float32"}
 PAIRS = [

@@ -1,6 +1,7 @@
 """Tasks of lm-eval on a loaded engine, and the cloze task that needs no download."""
 
 import json
+import re
 import sys
 from functools import partial
 
@@ -11,8 +12,9 @@ from helpers import refusal
 pytest.importorskip("lm_eval")
 
 from lean import LLM, EngineConfig
-from lean.eval import cloze, tasks
+from lean.eval import cloze, find_tasks, tasks
 from lean.eval.corpus import python_docs
+from lean.eval.lm_eval_model import LeanLM
 from lean.eval.tasks import check_tasks, run_tasks
 
 LOCAL = {
@@ -155,6 +157,23 @@ def test_groups_and_yaml_files_can_be_asked_for(exact, local_tasks, no_hub):
     assert set(found["tasks"]) == {"local_choice"}
 
 
+def test_few_shot_examples_become_turns_of_a_conversation(exact, local_tasks, no_hub, monkeypatch):
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]"
+        "{% endif %}"
+    )
+    monkeypatch.setattr(exact.model.tokenizer, "chat_template", template)
+    contexts = []
+    pair = LeanLM._pair
+    monkeypatch.setattr(LeanLM, "_pair", lambda self, *texts: contexts.append(texts[0]) or pair(self, *texts))
+    found = run_tasks(
+        exact, ["local_choice"], num_fewshot=2, limit=1, include_path=local_tasks, apply_chat_template=True
+    )
+    assert found["tasks"]["local_choice"]["num_fewshot"] == 2
+    for context in contexts:
+        assert re.fullmatch(r"(\[user\][^[]+\[assistant\][^[]+){2}\[user\][^[]+\[assistant\]", context)
+
+
 def test_engines_of_one_model_can_be_compared(exact, local_tasks, no_hub):
     def perplexity(kv_dtype):
         llm = LLM(exact.model, EngineConfig(kv_dtype=kv_dtype, kv_residual_length=0))
@@ -167,7 +186,7 @@ def test_engines_of_one_model_can_be_compared(exact, local_tasks, no_hub):
 
 
 def test_unknown_tasks_are_named_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(tasks, "_no_retries", None)  # the hub is not asked
+    monkeypatch.setattr(find_tasks, "_no_retries", None)  # the hub is not asked
     assert "arc_easy" in refusal(check_tasks, ["arc_easyy"])
     assert "lm_eval ls tasks" in refusal(check_tasks, ["no such task"])
     assert "no task given" in refusal(check_tasks, [])
@@ -182,18 +201,18 @@ def test_data_out_of_reach_is_said_at_once_and_what_to_provide(local_tasks, no_h
 
 
 def test_only_the_task_folders_that_matter_are_read():
-    lambada = tasks._manager(["lambada_openai"], None)
+    lambada = find_tasks.find_tasks(["lambada_openai"], None)
     assert lambada.task_index["lambada_openai"].yaml_path.name == "lambada_openai.yaml"
     assert len(lambada.all_tasks) < 300
-    group = tasks._manager(["leaderboard"], None)  # its members are groups, in other folders
-    members = tasks._members(group, "leaderboard")
+    group = find_tasks.find_tasks(["leaderboard"], None)  # its members are groups, in other folders
+    members = find_tasks._members(group, "leaderboard")
     assert {"leaderboard_bbh", "leaderboard_mmlu_pro", "leaderboard_bbh_snarks"} <= members <= group.task_index.keys()
 
 
 def test_without_lm_eval_the_extra_is_named(exact, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    tasks._index.cache_clear()
+    find_tasks._index.cache_clear()
     assert "lean-inference[eval]" in refusal(run_tasks, exact, ["lean_cloze"])
     assert "lean-inference[eval]" in refusal(tasks.main)
 
