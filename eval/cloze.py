@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lean.eval.corpus import python_docs
 TASKS_FOLDER = Path(__file__).parent / "lm_eval_tasks"  # what lm-eval wants as --include_path
 NUM_ITEMS = 200
 CONTEXT_CHARS = 600  # about 150 tokens: well beyond the residual, so that quantized blocks are read
+MIN_COUNT = 12  # of a choice in the text: such words are mostly one token, and then the four of an item run as one
 SEED = 20240229
 
 _PAIR = re.compile(r"\b([a-z]+) (?=([a-z]{4,12})\b)")  # a word and the next one
@@ -28,9 +30,12 @@ def make_items(text: str, count: int = NUM_ITEMS) -> list[dict[str, Any]]:
     """
     rng = random.Random(SEED)
     text = re.sub(r"\s+", " ", text)
+    pairs = _PAIR.findall(text)
+    counts = Counter(word for _, word in pairs)
     followers: dict[str, set[str]] = {}
-    for before, word in _PAIR.findall(text):
-        followers.setdefault(before, set()).add(word)
+    for before, word in pairs:
+        if counts[word] >= MIN_COUNT:
+            followers.setdefault(before, set()).add(word)
     ends = [match for match in _END.finditer(text) if match.start() > CONTEXT_CHARS]
     rng.shuffle(ends)
     items: list[dict[str, Any]] = []
@@ -38,8 +43,8 @@ def make_items(text: str, count: int = NUM_ITEMS) -> list[dict[str, Any]]:
         before, right = match.groups()
         start = text.index(" ", match.start() - CONTEXT_CHARS) + 1
         context = text[start : match.end(1)]
-        false = sorted(followers[before] - {right, *re.findall(r"\w+", context)})
-        if len(false) < 3 or len(items) == count:
+        false = sorted(followers.get(before, set()) - {right, *re.findall(r"\w+", context)})
+        if len(false) < 3 or counts[right] < MIN_COUNT or len(items) == count:
             continue
         choices = [right, *rng.sample(false, 3)]
         rng.shuffle(choices)
