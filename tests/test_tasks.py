@@ -241,7 +241,7 @@ def test_cloze_takes_any_text_and_gives_fewer_items_where_it_is_short():
     assert cloze.make_items("too short. " * 10) == []
     words = ("alpha", "beta", "gamma", "delta", "omega", "theta")
     text = " ".join(
-        f"sentence number {index} " + "filling " * 90 + f"ends in {words[index % 6]}." for index in range(30)
+        f"sentence number {index} " + "filling " * 90 + f"ends in {words[index % 6]}." for index in range(90)
     )
     assert 0 < len(cloze.make_items(text + " ")) < cloze.NUM_ITEMS
 
