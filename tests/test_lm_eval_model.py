@@ -416,9 +416,7 @@ def test_the_demo_model_scores_documents_and_continuations_as_hf_does():
     )
     rolling = max(abs(a - b) / abs(b) for a, b in zip(ours[0], theirs[0], strict=True))
     pairwise = max(abs(a - b) for (a, _), (b, _) in zip(ours[1], theirs[1], strict=True))
-    print(
-        f"{len(documents)} documents: within {rolling:.1e} of their sum; {len(pairs)} continuations: within {pairwise:.1e}"
-    )
+    print(f"{len(documents)} documents: {rolling:.1e} of their sum; {len(pairs)} continuations: {pairwise:.1e}")
     assert rolling < 1e-5  # sums of some 400 nats in float32: 1.3e-3 of one was seen
     assert pairwise < 1e-4
     assert [greedy for _, greedy in ours[1]] == [greedy for _, greedy in theirs[1]]
