@@ -22,7 +22,7 @@ _PACKAGES = (
     ("transformers", "5.17", "5.25", ""),
     ("triton", "3.6", "3.10", "kernels on GPUs"),
     ("bitsandbytes", "0.49", "1", "--quantization: pip install 'lean-inference[bnb]'"),
-    ("lm-eval", "0.4.9", "0.5", "lean eval tasks: pip install 'lean-inference[eval]'"),
+    ("lm-eval", "0.4.13", "0.5", "lean eval tasks: pip install 'lean-inference[eval]'"),
     ("matplotlib", "3.9", "4", "plots: pip install 'lean-inference[eval]'"),
 )
 _ISAS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")

@@ -312,3 +312,46 @@ def read_numbers(name: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UserError(f"cannot read --{name} {text!r}: write whole numbers, e.g. 512,2048") from None
+
+
+@app.command()
+@engine_flags
+def tasks(
+    context: typer.Context,
+    model: ModelArgument = None,
+    names: Annotated[
+        str, option("lm-eval tasks, or lean_cloze, which needs no download.", "lean_cloze", "--tasks", metavar="T[,T]")
+    ] = "lean_cloze",
+    num_fewshot: Annotated[int | None, option("Examples before every item.", "as the task says")] = None,
+    limit: Annotated[float | None, option("Only so many items of each task; below 1: that share.", "all")] = None,
+    include_path: Annotated[Path | None, option("A folder with more tasks.", metavar="DIR")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    json: Json = False,
+) -> None:
+    """Tasks of lm-evaluation-harness, every item read through the cache."""
+    options = given_options(context)
+    if printed_config(context, options):
+        return
+    from lean.eval.tasks import check_tasks, run_tasks
+
+    wanted = [name.strip() for name in names.split(",")]
+    check_tasks(wanted, include_path)
+    llm = start_engine(options)
+    number = int(limit) if limit is not None and limit >= 1 else limit
+    report = run_tasks(llm, wanted, num_fewshot, number, include_path, apply_chat_template=chat, progress=not json) | {
+        "bytes_per_token": llm.plan.bytes_per_token,
+        "config": config_report(llm),
+    }
+    if json:
+        print_json(report)
+        return
+    for name, task in {**report["tasks"], **report["groups"]}.items():
+        items = f" ({task['num_items']} items)" if "num_items" in task else ""
+        for metric, found in task["metrics"].items():
+            error = "" if found["stderr"] is None else f" ± {found['stderr']:.4f}"
+            print(f"{name}{items} {metric}: {found['value']:.4f}{error}")
+        cut = task.get("truncated") or {"items": 0}
+        if cut["items"]:
+            print(
+                f"{name}: {cut['items']} of {cut['of']} items truncated (max {cut['max_tokens_dropped']} tokens dropped)"
+            )

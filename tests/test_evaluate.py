@@ -128,6 +128,15 @@ def test_gemma_in_half_precision_is_finite_or_refused(tmp_path, text):
     assert told("eval", "ppl", str(folder), "--text", text, "--dtype", "bfloat16")["nll"] > 0
 
 
+def test_tasks_report_every_metric_with_its_error(folder):
+    pytest.importorskip("lm_eval")
+    report = told("eval", "tasks", folder, "--tasks", "lean_cloze", "--limit", "3")
+    assert report["tasks"]["lean_cloze"]["num_items"] == 3
+    assert "acc" in report["tasks"]["lean_cloze"]["metrics"]
+    assert report["config"]["kv_dtype"] == "int8"
+    assert "unknown task" in refused("eval", "tasks", folder, "--tasks", "no_such_task").lower()
+
+
 def test_options_can_be_read_before_anything_runs(folder):
     assert "kv_dtype: fp8" in lean("eval", "ppl", folder, "--kv-dtype", "fp8", "--print-config")
 
