@@ -6,7 +6,6 @@ import torch
 
 from lean.engine import LLM
 from lean.errors import EMPTY_PROMPT, RequestError
-from lean.runner import LOGIT_SLICE
 from lean.scoring import TokenScores, score_rows
 
 SEQUENCES_AT_ONCE = 1024  # handed to the engine together; it runs max_num_seqs of them and queues the rest
@@ -60,11 +59,12 @@ def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]
 
 @torch.inference_mode()
 def _scores(llm: LLM, rows: torch.Tensor, targets: Sequence[int]) -> TokenScores:
-    """Rows [n, hidden_size] against the tokens [n] that they should predict, LOGIT_SLICE at a time."""
+    """Rows [n, hidden_size] against the tokens [n] that they should predict, ``model.logit_rows`` at a time."""
     wanted = torch.tensor(list(targets), dtype=torch.long, device=rows.device)
+    step = llm.model.logit_rows
     parts = [
-        score_rows(llm, rows[start : start + LOGIT_SLICE], wanted[start : start + LOGIT_SLICE])
-        for start in range(0, len(wanted), LOGIT_SLICE)
+        score_rows(llm, rows[start : start + step], wanted[start : start + step])
+        for start in range(0, len(wanted), step)
     ]
     if not parts:
         return TokenScores(torch.empty(0), torch.empty(0, dtype=torch.bool))

@@ -9,7 +9,6 @@ from lean.config import EngineConfig
 from lean.engine import LLM
 from lean.eval.perplexity import Part, ScoredText, exp, mean_and_stderr
 from lean.model import LoadedModel
-from lean.runner import LOGIT_SLICE
 from lean.sampling_params import SamplingParams
 
 _TOP = 5
@@ -85,9 +84,9 @@ class Fidelity:
 
 @torch.inference_mode()
 def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None] | None = None) -> Fidelity:
-    """Score the reference's text through another cache of the same model; logits exist for LOGIT_SLICE rows at once.
+    """Score the reference's text through another cache of the same model.
 
-    Raises EngineError for non-finite numbers.
+    Logits exist for ``model.logit_rows`` rows at once. Raises EngineError for non-finite numbers.
     """
     parts = reference.scored.parts
     starts = [0]
@@ -96,8 +95,8 @@ def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None
     columns = torch.empty(5, starts[-1], dtype=torch.float64)  # KLD, top-1, top-5, NLL exact, NLL candidate
     for index, position, hidden in candidate.hidden_states_of([part.token_ids[:-1] for part in parts]):
         targets = torch.tensor(parts[index].token_ids[position + 1 :][: len(hidden)], device=hidden.device)
-        for start in range(0, len(hidden), LOGIT_SLICE):
-            rows = hidden[start : start + LOGIT_SLICE]
+        for start in range(0, len(hidden), candidate.model.logit_rows):
+            rows = hidden[start : start + candidate.model.logit_rows]
             first = position + start
             exact_rows = reference.hidden[index][first : first + len(rows)]
             place = slice(starts[index] + first, starts[index] + first + len(rows))

@@ -18,7 +18,6 @@ from lean.eval.soak import resident_bytes, tiny_model
 from lean.kv_cache import CacheUse
 from lean.model import LoadedModel
 from lean.report import start_up_line
-from lean.runner import LOGIT_SLICE
 from lean.sampling_params import SamplingParams
 
 
@@ -46,8 +45,8 @@ def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
     total, count, done, started = 0.0, 0, 0, time.perf_counter()
     use = llm.stats()
     for position, hidden in llm.hidden_states(token_ids):
-        for start in range(0, hidden.shape[0], LOGIT_SLICE):
-            rows = hidden[start : start + LOGIT_SLICE]
+        for start in range(0, hidden.shape[0], llm.model.logit_rows):
+            rows = hidden[start : start + llm.model.logit_rows]
             wanted = targets[position + start + 1 : position + start + 1 + rows.shape[0]].to(rows.device)
             logits = llm.logits(rows[: len(wanted)])
             total += float((logits.logsumexp(-1) - logits.gather(1, wanted[:, None])[:, 0]).sum())

@@ -10,6 +10,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from lean import bench_command, evaluate
+from lean import evaluate_tasks as _evaluate_tasks  # noqa: F401  these two add their commands to `evaluate.app`
+from lean import evaluate_text as _evaluate_text  # noqa: F401
 from lean.errors import LeanError
 from lean.flags import Json, ModelArgument, choose_model
 from lean.pull import ARTEFACTS

@@ -440,7 +440,7 @@ class LLM:
                 self._forget(request_id)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden_size] -> logits [rows, vocab], float32; rows are best given LOGIT_SLICE at a time."""
+        """hidden [rows, hidden_size] -> logits [rows, vocab], float32; best given ``model.logit_rows`` at a time."""
         return self._runner.logits(hidden)
 
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:

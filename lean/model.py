@@ -26,6 +26,10 @@ log = logging.getLogger("lean")
 T = TypeVar("T")
 
 
+_LOGIT_ROWS = 64
+_LOGITS = 2**22  # most of them at once: 16 MiB in float32
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """A model before its weights are loaded.
@@ -273,6 +277,11 @@ class LoadedModel:
     def token_limit(self) -> int:
         """Ids from here on belong to no token; checkpoints pad their vocabulary."""
         return max(self.tokenizer.get_vocab().values()) + 1
+
+    @cached_property
+    def logit_rows(self) -> int:
+        """Rows of logits that exist at once when many are wanted; fewer where the vocabulary is large."""
+        return max(1, min(_LOGIT_ROWS, _LOGITS // self.vocab_size))
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **batch: Any) -> torch.Tensor:
         """input_ids, position_ids [1, tokens] -> [tokens, hidden_size] after the last norm."""

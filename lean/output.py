@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from lean.request import FinishReason, Request, RequestOutput
-from lean.runner import LOGIT_SLICE, Runner
+from lean.runner import Runner
 from lean.sampler import token_logprobs
 from lean.scheduler import Chunk
 
@@ -60,7 +60,7 @@ def end(request: Request, reason: FinishReason | None, error: str | None = None)
 def score_prompt(chunk: Chunk, hidden: torch.Tensor, runner: Runner, token_limit: int) -> None:
     """Append the log-probabilities of the prompt's tokens that this chunk's rows ``hidden`` predict.
 
-    A request that is computed again after a preemption keeps those it has. Logits exist for LOGIT_SLICE rows at once.
+    A request that is computed again after a preemption keeps those it has. Logits exist for `logit_rows` rows at once.
     """
     request = chunk.request
     known, prompt = request.prompt_logprobs, request.prompt_token_ids
@@ -68,7 +68,7 @@ def score_prompt(chunk: Chunk, hidden: torch.Tensor, runner: Runner, token_limit
         known.append(None)
     while (target := len(known)) < min(chunk.end + 1, len(prompt)):
         first = target - 1 - chunk.start
-        rows = hidden[first : first + min(LOGIT_SLICE, len(prompt) - target)]
+        rows = hidden[first : first + min(runner.model.logit_rows, len(prompt) - target)]
         logits = runner.logits(rows)
         logits[:, token_limit:] = -torch.inf
         known += token_logprobs(logits, prompt[target : target + len(rows)], request.params.prompt_logprobs or 0)

@@ -30,7 +30,7 @@ from lean.pull import cache_dir
 from lean.quant import FORMATS, raw_format
 from lean.request import Request
 from lean.rotary import SinkRotary
-from lean.runner import LOGIT_SLICE, Runner
+from lean.runner import Runner
 from lean.sampling_params import SamplingParams
 from lean.scheduler import Chunk
 
@@ -162,8 +162,8 @@ def probe_tokens(llm: LLM, token_ids: Sequence[int]) -> Probe:
 
     wanted, found = exact.runner.run([chunk], observe), sides[-1].runner.run([chunk])
     klds = []
-    for start in range(0, count, LOGIT_SLICE):
-        rows = slice(start, start + LOGIT_SLICE)
+    for start in range(0, count, llm.model.logit_rows):
+        rows = slice(start, start + llm.model.logit_rows)
         p, q = (llm.logits(hidden[rows])[:, : llm.model.token_limit].log_softmax(-1) for hidden in (wanted, found))
         klds.append((p.exp() * (p - q)).sum(-1).double().cpu())
     return Probe([layers[layer] for layer in sorted(layers)], torch.cat(klds))

@@ -15,8 +15,6 @@ from lean.products import RowTiledProducts
 from lean.rotary import SinkRotary
 from lean.scheduler import Chunk
 
-LOGIT_SLICE = 64  # rows of logits that exist at once when many are wanted
-
 
 class Runner:
     """Binds a model to a cache. Holds no request state."""

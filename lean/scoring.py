@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lean.errors import EMPTY_PROMPT, RequestError
-from lean.runner import LOGIT_SLICE
 
 if TYPE_CHECKING:
     from lean.engine import LLM
@@ -42,7 +41,7 @@ def score_many(
 ) -> Iterator[tuple[int, TokenScores]]:
     """Score sequences of token ids together, as many at once as the engine runs.
 
-    Logits exist for LOGIT_SLICE rows at once. The last token of a sequence is a target only, and is not run.
+    Logits exist for ``model.logit_rows`` rows at once. The last token of a sequence is a target only, and is not run.
     ``progress`` is told how many more tokens have been scored.
 
     Yields:
@@ -71,8 +70,8 @@ def score_many(
     for run, position, hidden in llm.hidden_states_of([sequences[index][:-1] for index in running]):
         index = running[run]
         targets = torch.tensor(sequences[index][position + 1 : position + 1 + hidden.shape[0]], device=hidden.device)
-        for start in range(0, hidden.shape[0], LOGIT_SLICE):
-            part = slice(start, start + LOGIT_SLICE)
+        for start in range(0, hidden.shape[0], llm.model.logit_rows):
+            part = slice(start, start + llm.model.logit_rows)
             found = score_rows(llm, hidden[part], targets[part])
             place = slice(position + start, position + start + len(found.logprobs))
             scores[index].logprobs[place], scores[index].greedy[place] = found

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tiny import tokens
+from safetensors.torch import load_file, save_file
+from tiny import tiny_checkpoint, tokens
 
-from lean import LLM, EngineConfig
+from lean import LLM, EngineConfig, attention
 from lean.eval.corpus import Corpus
 from lean.eval.fidelity import (
     compare,
@@ -16,6 +17,7 @@ from lean.eval.fidelity import (
     read_reference,
 )
 from lean.eval.perplexity import prepare
+from lean.quant import INT4, quantize_dequantize
 
 TEXT = Corpus("sample", "The quick brown fox\n\njumps over the lazy dog, é😀! " * 5, "repeated")
 EXACT = EngineConfig(kv_dtype="fp32", dtype="float32", max_num_seqs=1)
@@ -118,3 +120,50 @@ def test_greedy_answers_are_greedy_and_whole(exact):
         assert all(exact.score(prompt + answer)[19:] <= 0)
     assert divergence(answers, answers).identical == 3
     assert prompts_of(tokens(10), 4, 20) == [tokens(10)]
+
+
+def test_constant_keys_cost_nothing_however_far_they_are_off(exact, reference, monkeypatch):
+    """N23, N03: one vector added to every stored key leaves softmax as it was, so the gate is the KLD of predictions
+    and never the error of the stored numbers: here by far the larger error is the harmless one."""
+    write, errors = attention.kv_write, {}
+
+    def moved(pool, key, value, slots):
+        shift = 3.0 * key.std() * torch.ones(key.shape[-1])
+        errors["moved"] = float((shift**2).mean())
+        write(pool, key + shift, value, slots)
+
+    def rounded(pool, key, value, slots):
+        found = quantize_dequantize(key, INT4)
+        errors["rounded"] = float(((found - key) ** 2).mean())
+        write(pool, found, value, slots)
+
+    klds = {}
+    for name, broken in (("moved", moved), ("rounded", rounded)):
+        monkeypatch.setattr(attention, "kv_write", broken)
+        klds[name] = compare(reference, candidate(exact, "fp32", kv_residual_length=None)).kld_mean
+    assert errors["moved"] > 100 * errors["rounded"]
+    assert klds["moved"] < klds["rounded"] / 100
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_enormous_key_biases_stay_close_in_eight_bits(tmp_path, kv_dtype):
+    """N03: two key channels of layer 0 times 500 take the scale; predictions move by less than 0.01 all the same."""
+    from test_probe import outlier_keys
+
+    llm = LLM(str(outlier_keys(tmp_path / "model")), EXACT)
+    text = read_reference(llm, prepare(llm, TEXT, context=200))
+    assert compare(text, candidate(llm, kv_dtype)).kld_mean < 1e-2
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 20.0])
+def test_scales_in_a_checkpoint_are_named_and_not_used(tmp_path, exact, reference, scale, caplog):
+    """N10: lean finds its own scales for every vector; tensors it does not know are named, never dropped quietly."""
+    folder = tiny_checkpoint(tmp_path / "model", "llama")
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        for part in ("k_scale", "v_scale"):
+            weights[f"model.layers.{layer}.self_attn.{part}"] = torch.tensor(scale)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    llm = LLM(str(folder), EngineConfig("fp8", dtype="float32", kv_residual_length=0, max_num_seqs=1))
+    assert "model.layers.0.self_attn.k_scale" in caplog.text
+    assert compare(reference, llm) == compare(reference, candidate(exact, "fp8"))
