@@ -89,7 +89,8 @@ def run(
     from lean.hub import resolve
 
     if prompts is not None and out is not None:
-        from lean.batch import read_done, read_rows
+        from lean.batch_results import read_done
+        from lean.batch_rows import read_rows
 
         rows = read_rows(prompts, options.sampling)
         if {row.id for row in rows} <= read_done(out, prompts):

@@ -13,7 +13,9 @@ from helpers import refusal
 from rich.console import Console
 
 from lean import batch
-from lean.batch import BatchSummary, Row, read_done, read_rows, run_batch
+from lean.batch import BatchSummary, run_batch
+from lean.batch_results import read_done
+from lean.batch_rows import Row, read_rows
 from lean.config import EngineConfig
 from lean.engine import LLM
 from lean.errors import EngineError, LeanError, RequestError
@@ -424,7 +426,7 @@ def test_a_line_cut_anywhere_is_written_again_and_the_others_are_not(out, consol
 
 
 def test_half_a_line_is_taken_back_when_the_disk_is_full(out, console, monkeypatch):
-    real = batch._Writer
+    real = batch.ResultsWriter
 
     class Full:
         """A file that takes three lines and a half, slowly."""
@@ -442,7 +444,7 @@ def test_half_a_line_is_taken_back_when_the_disk_is_full(out, console, monkeypat
         def __getattr__(self, name):
             return getattr(self.file, name)
 
-    monkeypatch.setattr(batch, "_Writer", lambda file, out: real(Full(file), out))
+    monkeypatch.setattr(batch, "ResultsWriter", lambda file, out: real(Full(file), out))
     rows = rows_of(*TEXTS)
     with pytest.raises(LeanError, match="No space left on device") as caught:
         run_batch(Engine(1), rows, out, PARAMS, None, console)
