@@ -4,13 +4,13 @@ The ops take a pool's one uint8 arena, a byte offset and format numbers, so that
 tensor and no typed views. The torch reference serves every device that has no faster back end.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lean.kernels import reference
+from lean.kernels.cpu import binding as cpu
 from lean.kernels.layout import ALIGNMENT, BLOCK_SIZES, KVLayout
 
 _LIBRARY = torch.library.Library("lean", "DEF")
@@ -27,6 +27,8 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("kv_write", reference.kv_write, "CompositeExplicitAutograd")
 _LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
+_LIBRARY.impl("kv_write", cpu.kv_write, "CPU")
+_LIBRARY.impl("paged_attention", cpu.paged_attention, "CPU")
 
 
 @torch.library.register_fake("lean::kv_write")
@@ -43,9 +45,8 @@ def _(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def backend(device: torch.device) -> str:
     """Name of the kernels that serve ``device``; ``LEAN_KERNELS=reference`` asks for the torch reference."""
-    wanted = os.environ.get("LEAN_KERNELS", "")
-    if wanted not in ("", "reference"):
-        raise ValueError(f"LEAN_KERNELS={wanted!r} is unknown: leave it empty or write 'reference'")
+    if device.type == "cpu" and not reference.is_wanted():
+        return cpu.describe()
     return f"torch reference ({device.type})"
 
 

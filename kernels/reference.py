@@ -9,6 +9,7 @@ chunk; such a request is stopped anyway.)
 Memory: one call needs, beside its output and the rotated query, at most `workspace_bytes`, whatever the context.
 """
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +21,14 @@ from lean.quant import KVFormat, decode, encode, rotate
 ROW_TILE = 16  # rows (token x query head of the group) of one product
 KEY_TILE = 256  # keys of one product
 QUERY_TILE = 128  # tokens whose scores are held at once
+
+
+def is_wanted() -> bool:
+    """Whether ``LEAN_KERNELS=reference`` asks for this back end everywhere. Raises ValueError for another value."""
+    wanted = os.environ.get("LEAN_KERNELS", "")
+    if wanted not in ("", "reference"):
+        raise ValueError(f"LEAN_KERNELS={wanted!r} is unknown: leave it empty or write 'reference'")
+    return wanted == "reference"
 
 
 def _temporary_bytes(seqs: int, tokens: int, heads: tuple[int, int, int, int], itemsize: int) -> int:

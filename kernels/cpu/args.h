@@ -1,0 +1,37 @@
+// What the binding hands over: one packed block per call. `binding.py` packs the same fields in the same order.
+// All members are 8 bytes wide, so there is no padding. Strides of tensors count elements, those of arenas bytes.
+#pragma once
+#include <cstdint>
+
+enum Dtype : int64_t { FP32, FP16, BF16, INT8, E4M3, INT4 };  // of inputs (the first three) and of stored codes
+
+// Where one layer's K and V lie in every block of a pool: kernels/layout.py says it, codes [kv_head][slot][row bytes],
+// scales [kv_head][slot][group].
+struct Pool {
+    uint8_t* arena;
+    int64_t block_bytes;
+    int64_t k_codes, k_scales, v_codes, v_scales;  // byte offsets in a block
+    int64_t k_format, v_format;
+};
+
+struct WriteArgs {
+    Pool pool;
+    const void *key, *value;  // [num_tokens, num_kv_heads, dim], last stride 1
+    int64_t key_token, key_head, value_token, value_head;
+    const int64_t* slots;  // [num_tokens], negative: padding
+    int64_t num_tokens, num_kv_heads, k_dim, v_dim, block_size, dtype, k_rotate, v_rotate, threads;
+};
+
+struct AttentionArgs {
+    Pool pool, exact;
+    const int32_t *tables, *exact_tables;  // [num_seqs, stride]
+    int64_t table_stride, exact_table_stride;
+    const void *query, *query_sink;  // [num_tokens, num_q_heads, k_dim], last stride 1; query_sink may be null
+    int64_t query_token, query_head, sink_token, sink_head;
+    void* out;  // [num_tokens, num_q_heads, v_dim], contiguous, in the query's dtype
+    const int32_t *query_start_loc, *seq_lens;
+    const float* sink_logits;  // [num_q_heads] or null
+    int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, k_dim, v_dim, block_size, dtype, k_rotate, v_rotate;
+    int64_t window, num_sink_tokens, residual_length, num_exact_sinks, threads;
+    double scale, softcap;
+};

@@ -1,0 +1,182 @@
+"""Calls the C++ kernels: tensors to one packed block of arguments (args.h), and what the torch reference keeps.
+
+float64 queries, and pools in fp64, stay with the reference: they serve tests of accuracy, not speed.
+"""
+
+import ctypes
+import os
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from lean.kernels import reference
+from lean.kernels.cpu import build
+from lean.kernels.layout import KVLayout
+from lean.quant import BF16, FP8, FP16, FP32, FP64, INT4, INT8, KVFormat
+
+ISAS = ("portable", "avx2", "avx512")  # as numbered in dispatch.cpp
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype in args.h
+_CODES = {FP32.name: 0, FP16.name: 1, BF16.name: 2, INT8.name: 3, FP8.name: 4, INT4.name: 5}
+_POOL = "8q"
+_WRITE = struct.Struct(f"={_POOL} 2Q 4q Q 9q")
+_ATTENTION = struct.Struct(f"={_POOL} {_POOL} 2Q 2q 2Q 4q 4Q 15q 2d")
+_NO_POOL = (0,) * 8
+
+
+class Library:
+    """The loaded library and the instruction set it is called with."""
+
+    def __init__(self, path: str, isa: str | None = None) -> None:
+        """``isa``: one of ISAS that this CPU runs, by default the last one. Raises ValueError for another."""
+        library = ctypes.CDLL(path)
+        library.lean_has_isa.argtypes, library.lean_has_isa.restype = [ctypes.c_int64], ctypes.c_int64
+        available = [name for number, name in enumerate(ISAS) if library.lean_has_isa(number)]
+        if isa is not None and isa not in available:
+            raise ValueError(f"LEAN_CPU_ISA={isa!r} cannot be served: this CPU and build have {', '.join(available)}")
+        self.isa = isa or available[-1]
+        number = ISAS.index(self.isa)
+
+        def entry(name: str) -> Callable[[bytes], None]:
+            function = getattr(library, name)
+            function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_int64], None
+            return lambda block: function(block, number)
+
+        self.kv_write, self.paged_attention = entry("lean_kv_write"), entry("lean_paged_attention")
+
+
+@cache
+def _load(isa: str | None) -> Library | None:
+    path = build.find_library()
+    return None if path is None else Library(str(path), isa)
+
+
+def library() -> Library | None:
+    """The library for the instruction set that ``LEAN_CPU_ISA`` asks for, else the best; None if the reference serves."""
+    return None if reference.is_wanted() else _load(os.environ.get("LEAN_CPU_ISA") or None)
+
+
+def describe() -> str:
+    """What serves the CPU: ``C++ avx512 (cpu)``, or the reference and what would help."""
+    found = library()
+    if found is not None:
+        return f"C++ {found.isa} (cpu)"
+    remedy = build.HOW if build.compiler() else "install g++, then " + build.HOW
+    return f"torch reference (cpu), many times slower than the C++ kernels, which are not built: {remedy}"
+
+
+@cache
+def _offsets(
+    k_code: int, v_code: int, num_kv_heads: int, k_dim: int, v_dim: int, block_size: int
+) -> tuple[tuple[int, ...], tuple[int, int], tuple[bool, bool]]:
+    """Byte offsets of the four parts of a layer, the formats as args.h numbers them (-1: not there), their rotations."""
+    formats = KVFormat.from_code(k_code), KVFormat.from_code(v_code)
+    layout = KVLayout(*formats, num_kv_heads, k_dim, v_dim, block_size)
+    parts = (0, layout.k_scales_offset, layout.v_codes_offset, layout.v_scales_offset)
+    k_format, v_format = (_CODES.get(fmt.name, -1) for fmt in formats)
+    return parts, (k_format, v_format), (formats[0].rotate, formats[1].rotate)
+
+
+def _last_dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def kv_write(
+    arena: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layer_offset: int,
+    block_size: int,
+    k_format: int,
+    v_format: int,
+) -> None:
+    """See `lean.kernels.ops.kv_write`, which checks the arguments."""
+    num_tokens, num_kv_heads, k_dim = key.shape
+    v_dim = value.shape[2]
+    parts, formats, rotations = _offsets(k_format, v_format, num_kv_heads, k_dim, v_dim, block_size)
+    dtype = _DTYPES.get(key.dtype, -1)
+    serving = library()
+    if serving is None or dtype < 0 or value.dtype != key.dtype or min(formats) < 0:
+        return reference.kv_write(
+            arena, key, value, slot_mapping, layer_offset, block_size, k_format, v_format
+        )
+    key, value, slots = _last_dense(key), _last_dense(value), slot_mapping.to(torch.int64).contiguous()
+    serving.kv_write(
+        _WRITE.pack(
+            arena.data_ptr() + layer_offset, arena.stride(0), *parts, *formats,
+            key.data_ptr(), value.data_ptr(), *key.stride()[:2], *value.stride()[:2], slots.data_ptr(),
+            num_tokens, num_kv_heads, k_dim, v_dim, block_size, dtype, *rotations, torch.get_num_threads(),
+        )
+    )  # fmt: skip
+
+
+def paged_attention(
+    query: torch.Tensor,
+    query_sink: torch.Tensor | None,
+    arena: torch.Tensor,
+    block_tables: torch.Tensor,
+    exact_arena: torch.Tensor | None,
+    exact_block_tables: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sink_logits: torch.Tensor | None,
+    layer_offset: int,
+    exact_layer_offset: int,
+    block_size: int,
+    num_kv_heads: int,
+    v_dim: int,
+    k_format: int,
+    v_format: int,
+    exact_k_format: int,
+    exact_v_format: int,
+    *rule: Any,
+) -> torch.Tensor:
+    """See `lean.kernels.ops.paged_attention`, which checks the arguments; ``rule`` are its numbers from scale on."""
+    num_tokens, num_q_heads, k_dim = query.shape
+    heads = num_kv_heads, k_dim, v_dim, block_size
+    parts, formats, rotations = _offsets(k_format, v_format, *heads)
+    exact_parts, exact_formats, _ = _offsets(exact_k_format, exact_v_format, *heads)
+    dtype = _DTYPES.get(query.dtype, -1)
+    serving = library()
+    if serving is None or dtype < 0 or min(*formats, *exact_formats) < 0:
+        return reference.paged_attention(
+            query, query_sink, arena, block_tables, exact_arena, exact_block_tables, query_start_loc, seq_lens,
+            sink_logits, layer_offset, exact_layer_offset, block_size, num_kv_heads, v_dim, k_format, v_format,
+            exact_k_format, exact_v_format, *rule,
+        )  # fmt: skip
+    query, tables = _last_dense(query), _int32_rows(block_tables)
+    exact_pool, exact_tables = _NO_POOL, tables
+    if exact_arena is not None and exact_block_tables is not None:
+        exact_pool = (
+            exact_arena.data_ptr() + exact_layer_offset, exact_arena.stride(0), *exact_parts, *exact_formats,
+        )  # fmt: skip
+        exact_tables = _int32_rows(exact_block_tables)
+    turned = query if query_sink is None else _last_dense(query_sink.to(query.dtype))
+    starts, lengths = _int32(query_start_loc), _int32(seq_lens)
+    logits = None if sink_logits is None else sink_logits.to(torch.float32).contiguous()
+    scale, softcap, *visible = rule
+    out = torch.empty((num_tokens, num_q_heads, v_dim), dtype=query.dtype)
+    serving.paged_attention(
+        _ATTENTION.pack(
+            arena.data_ptr() + layer_offset, arena.stride(0), *parts, *formats,
+            *exact_pool, tables.data_ptr(), exact_tables.data_ptr(), tables.stride(0), exact_tables.stride(0),
+            query.data_ptr(), 0 if query_sink is None else turned.data_ptr(),
+            *query.stride()[:2], *turned.stride()[:2],
+            out.data_ptr(), starts.data_ptr(), lengths.data_ptr(), 0 if logits is None else logits.data_ptr(),
+            num_tokens, len(lengths), num_q_heads, num_kv_heads, k_dim, v_dim, block_size, dtype, *rotations,
+            *visible, torch.get_num_threads(), scale, softcap,
+        )
+    )  # fmt: skip
+    return out
+
+
+def _int32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+
+
+def _int32_rows(x: torch.Tensor) -> torch.Tensor:
+    x = x if x.dtype is torch.int32 else x.to(torch.int32)
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,52 @@
+// kv_write: encode new K and V and put them into their slots.
+#include <omp.h>
+
+#include "codecs.h"
+
+namespace ISA {
+
+namespace {
+
+struct Part {
+    const void* x;
+    int64_t token, head, dim, format, rotate, codes, scales;
+};
+
+void write(const WriteArgs& a, const Part& part, int64_t token, int64_t head, float* y) {
+    const int64_t slot = a.slots[token];
+    uint8_t* block = a.pool.arena + slot / a.block_size * a.pool.block_bytes;
+    const int64_t row = head * a.block_size + slot % a.block_size;
+    uint8_t* codes = block + part.codes + row * row_bytes(part.format, part.dim);
+    const int64_t at = token * part.token + head * part.head;
+    if (part.format == a.dtype && !part.rotate) {  // bit by bit, whatever NaN it is
+        const int64_t size = a.dtype == FP32 ? 4 : 2;
+        memcpy(codes, (const uint8_t*)part.x + at * size, part.dim * size);
+        return;
+    }
+    load_row(part.x, at, a.dtype, part.dim, y);
+    if (part.rotate) rotate(y, part.dim);
+    encode(y, part.dim, part.format, codes, block + part.scales + row * 2 * scale_groups(part.format, part.dim));
+}
+
+}  // namespace
+
+void kv_write(const WriteArgs& a) {
+    const Part parts[2] = {
+        {a.key, a.key_token, a.key_head, a.k_dim, a.pool.k_format, a.k_rotate, a.pool.k_codes, a.pool.k_scales},
+        {a.value, a.value_token, a.value_head, a.v_dim, a.pool.v_format, a.v_rotate, a.pool.v_codes, a.pool.v_scales},
+    };
+    const int64_t rows = a.num_tokens * a.num_kv_heads, dim = a.k_dim > a.v_dim ? a.k_dim : a.v_dim;
+    // A row costs about a tenth of what waking a thread does.
+#pragma omp parallel num_threads(rows < 64 ? 1 : (int)a.threads)
+    {
+        float small[512];
+        float* y = dim <= 512 ? small : new float[dim];
+#pragma omp for
+        for (int64_t row = 0; row < rows; ++row)
+            for (const Part& part : parts)
+                if (a.slots[row / a.num_kv_heads] >= 0) write(a, part, row / a.num_kv_heads, row % a.num_kv_heads, y);
+        if (y != small) delete[] y;
+    }
+}
+
+}  // namespace ISA
