@@ -92,20 +92,23 @@ INLINE void each_dim(const Tile& tile, int64_t key, Use&& use) {
             }
             load_dwords(rows, row_bytes(F, d), words[v]);
         }
-        const auto one = [&]<int J, bool HIGH>() {
-            vec x[V];
-            for (int v = 0; v < V; ++v) {
-                x[v] = element<F, J, HIGH>(words[v]);
-                if (F == INT4) x[v] *= load(tile.k_groups + d / INT4_GROUP * TILE + key + v * W);
+        const auto nibbles = [&]<bool HIGH>() INLINED {
+            for (int c = 0; c < 4; ++c) {
+                const auto one = [&]<int J>() INLINED {
+                    vec x[V];
+                    UNROLL for (int v = 0; v < V; ++v) {
+                        x[v] = element<F, J, HIGH>(words[v][c]);
+                        if (F == INT4) x[v] *= load(tile.k_groups + d / INT4_GROUP * TILE + key + v * W);
+                    }
+                    use(d + c * dword_dims(F) + J + 16 * HIGH, x);
+                };
+                one.template operator()<0>();
+                if constexpr (dword_dims(F) > 1) one.template operator()<1>();
+                if constexpr (dword_dims(F) > 2) one.template operator()<2>(), one.template operator()<3>();
             }
-            use(d + J + 16 * HIGH, x);
         };
-        const auto all = [&]<bool HIGH, int... J>(std::integer_sequence<int, J...>) {
-            (one.template operator()<J, HIGH>(), ...);
-        };
-        constexpr auto elements = std::make_integer_sequence<int, F == INT4 ? 16 : DIMS>();
-        all.template operator()<false>(elements);
-        if constexpr (F == INT4) all.template operator()<true>(elements);
+        nibbles.template operator()<false>();
+        if constexpr (F == INT4) nibbles.template operator()<true>();
     }
 }
 
@@ -115,21 +118,21 @@ template <int F, int R> void score_few(const Tile& tile, const float* query, flo
         for (int64_t i = key; i < std::min(key + STRIP, tile.num_next); ++i)
             prefetch_row(tile.next_k[i], row_bytes(F, tile.k_dim));
         vec acc[R][2] = {};
-        each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) {
-            for (int r = 0; r < R; ++r) {
+        each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) INLINED {
+            UNROLL for (int r = 0; r < R; ++r) {
                 const vec q = set1(query[r * tile.k_pad + d]);
-                for (int v = 0; v < 2; ++v) acc[r][v] = fma(q, x[v], acc[r][v]);
+                UNROLL for (int v = 0; v < 2; ++v) acc[r][v] = fma(q, x[v], acc[r][v]);
             }
         });
-        for (int r = 0; r < R; ++r)
-            for (int v = 0; v < 2; ++v) store(scores + r * TILE + key + v * W, acc[r][v]);
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int v = 0; v < 2; ++v) store(scores + r * TILE + key + v * W, acc[r][v]);
     }
 }
 
 // Any number of rows, over decoded strips [k_pad][STRIP].
 template <int F> void score_many(const Tile& tile, const float* query, int64_t rows, float* scores, float* strip) {
     for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
-        each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) {
+        each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) INLINED {
             store(strip + d * STRIP, x[0]);
             store(strip + d * STRIP + W, x[1]);
         });
@@ -138,13 +141,13 @@ template <int F> void score_many(const Tile& tile, const float* query, int64_t r
             vec acc[ROWS][2] = {};
             for (int64_t d = 0; d < tile.k_dim; ++d) {
                 const vec a = load(strip + d * STRIP), b = load(strip + d * STRIP + W);
-                for (int r = 0; r < ROWS; ++r) {
+                UNROLL for (int r = 0; r < ROWS; ++r) {
                     const vec x = set1(q[r * tile.k_pad + d]);
                     acc[r][0] = fma(x, a, acc[r][0]);
                     acc[r][1] = fma(x, b, acc[r][1]);
                 }
             }
-            for (int r = 0; r < ROWS; ++r) {
+            UNROLL for (int r = 0; r < ROWS; ++r) {
                 store(scores + (row + r) * TILE + key, acc[r][0]);
                 store(scores + (row + r) * TILE + key + W, acc[r][1]);
             }
@@ -158,19 +161,20 @@ template <int F> void score_many(const Tile& tile, const float* query, int64_t r
 template <int F, int R, int N> void sum_units(const Tile& tile, int64_t u, const Rows& rows, float* acc) {
     constexpr int V = F == INT4 ? 2 : 1;
     const int64_t groups = scale_groups(F, tile.v_dim);
+    const float* weights = rows.weights;
     vec sum[R][N * V] = {};
     for (int64_t key = tile.first; key < tile.last; ++key) {
         if (key < tile.num_next && u == 0) prefetch_row(tile.next_v[key], row_bytes(F, tile.v_dim));
         vec x[N * V];
-        for (int n = 0; n < N; ++n)
+        UNROLL for (int n = 0; n < N; ++n)
             load_values<F>(tile.v[key], u + n, F == INT4 ? tile.v_groups + key * groups : nullptr, x + n * V);
-        for (int r = 0; r < R; ++r) {
-            const vec w = set1(rows.weights[r * TILE + key]);
-            for (int n = 0; n < N * V; ++n) sum[r][n] = fma(w, x[n], sum[r][n]);
+        UNROLL for (int r = 0; r < R; ++r) {
+            const vec w = set1(weights[r * TILE + key]);
+            UNROLL for (int n = 0; n < N * V; ++n) sum[r][n] = fma(w, x[n], sum[r][n]);
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N * V; ++n) {
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int n = 0; n < N * V; ++n) {
             float* to = acc + r * tile.v_pad + unit_at<F>(u + n / V) + n % V * 16;
             store(to, fma(load(to), set1(rows.alpha[r]), sum[r][n]));
         }
@@ -188,6 +192,7 @@ template <int F, int R> void sum_few(const Tile& tile, const Rows& rows) {
 // Any number of rows, over the decoded tile [TILE][v_pad].
 template <int F> void sum_many(const Tile& tile, const Rows& rows, float* values) {
     const int64_t groups = scale_groups(F, tile.v_dim);
+    const float* weights = rows.weights;
     for (int64_t key = tile.first; key < tile.last; ++key) {
         float* x = values + key * tile.v_pad;
         decode_values<F>(tile.v[key], F == INT4 ? tile.v_groups + key * groups : nullptr, tile.v_dim, x);
@@ -198,14 +203,14 @@ template <int F> void sum_many(const Tile& tile, const Rows& rows, float* values
             vec sum[ROWS][2] = {};
             for (int64_t key = tile.first; key < tile.last; ++key) {
                 const vec a = load(values + key * tile.v_pad + d), b = load(values + key * tile.v_pad + d + W);
-                for (int r = 0; r < ROWS; ++r) {
-                    const vec w = set1(rows.weights[(row + r) * TILE + key]);
+                UNROLL for (int r = 0; r < ROWS; ++r) {
+                    const vec w = set1(weights[(row + r) * TILE + key]);
                     sum[r][0] = fma(w, a, sum[r][0]);
                     sum[r][1] = fma(w, b, sum[r][1]);
                 }
             }
-            for (int r = 0; r < ROWS; ++r)
-                for (int v = 0; v < 2; ++v) {
+            UNROLL for (int r = 0; r < ROWS; ++r)
+                UNROLL for (int v = 0; v < 2; ++v) {
                     float* to = rows.acc + (row + r) * tile.v_pad + d + v * W;
                     store(to, fma(load(to), set1(rows.alpha[row + r]), sum[r][v]));
                 }

@@ -147,33 +147,22 @@ inline void encode(float* y, int64_t dim, int64_t format, uint8_t* codes, uint8_
 
 // Decoding K, keys along the lanes. `words` hold 16 bytes of each of W keys (load_dwords).
 
-constexpr int chunk_dims(int format) { return format == INT4 ? 32 : format == FP32 ? 4 : format <= BF16 ? 8 : 16; }
+constexpr int dword_dims(int format) { return format == FP32 ? 1 : format <= BF16 ? 2 : 4; }  // INT4: per nibble
+constexpr int chunk_dims(int format) { return format == INT4 ? 32 : 4 * dword_dims(format); }
 
 // What a decoded K code has to be multiplied by, beside its scale.
 constexpr float k_unit(int format) { return format == INT8 ? 0x1p-24f : format == INT4 ? 0x1p-28f : 1.0f; }
 // Likewise for V.
 constexpr float v_unit(int format) { return format == E4M3 ? E4M3_SCALE : 1.0f; }
 
-// Element J of the chunk; for INT4 byte J of the chunk, its low nibble or its high one.
-template <int F, int J, bool HIGH = false> INLINE vec element(const ints words[4]) {
-    if constexpr (F == INT8) return to_float(top_byte<J % 4>(words[J / 4]));
-    if constexpr (F == E4M3) return e4m3(top_byte<J % 4>(words[J / 4]));
-    if constexpr (F == INT4) {
-        const ints x = HIGH ? words[J / 4] : words[J / 4] << 4;
-        return to_float(top_byte<J % 4>(x & (int32_t)0xf0f0f0f0));
-    }
-    if constexpr (F == FP32) return as_float(words[J]);
-    if constexpr (F == BF16) return as_float(J % 2 ? words[J / 2] & (int32_t)0xffff0000 : words[J / 2] << 16);
-    if constexpr (F == FP16) {
-        const ints x = J % 2 ? (ints)(words[J / 2] >> 16) : words[J / 2];
-        alignas(64) uint16_t half[W];
-#if defined(__AVX512F__)
-        _mm256_store_si256((__m256i*)half, _mm512_cvtepi32_epi16((__m512i)x));
-#else
-        for (int i = 0; i < W; ++i) half[i] = (uint16_t)x[i];
-#endif
-        return load_half((const uint8_t*)half);
-    }
+// Element J of one dword of every key; for INT4 the low nibble of byte J or the high one.
+template <int F, int J, bool HIGH> INLINE vec element(ints word) {
+    if constexpr (F == INT8) return to_float(top_byte<J>(word));
+    if constexpr (F == E4M3) return e4m3(top_byte<J>(word));
+    if constexpr (F == INT4) return to_float(top_byte<J>((HIGH ? word : word << 4) & (int32_t)0xf0f0f0f0));
+    if constexpr (F == FP32) return as_float(word);
+    if constexpr (F == BF16) return as_float(J ? word & (int32_t)0xffff0000 : word << 16);
+    if constexpr (F == FP16) return half_of(J ? word >> 16 : word);
 }
 
 // Decoding V, dims along the lanes.

@@ -19,6 +19,8 @@
 #define ISA portable
 #endif
 #define INLINE inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // for lambdas: what they capture stays in registers
+#define UNROLL _Pragma("GCC unroll 32")         // likewise for the arrays of a loop
 
 namespace ISA {
 
@@ -81,7 +83,7 @@ INLINE vec exp2(vec x) {
     const vec shifted = x + magic;
     const vec f = x - (shifted - magic);
     vec p = set1(1.5252734e-5f);
-    for (float c : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+    UNROLL for (float c : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
         p = fma(p, f, set1(c));
     p = as_float(as_ints(p) + ((as_ints(shifted) - as_ints(magic)) << 23));
     return tiny ? vec{} : p;
@@ -94,7 +96,7 @@ INLINE vec tanh(vec x) {
     const vec size = as_float(as_ints(x) & 0x7fffffff);
     const vec z = x * x;
     vec p = set1(-5.70498872745e-3f);
-    for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
+    UNROLL for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
         p = fma(p, z, set1(c));
     const vec near = fma(p * z, x, x);
     const vec e = exp2(size * set1(-2.8853901f));  // e^-2|x|
@@ -138,6 +140,17 @@ INLINE vec load_half(const uint8_t* p) {
     }
     return x;
 #endif
+}
+
+// The lower 16 bits of each lane as fp16.
+INLINE vec half_of(ints x) {
+    alignas(64) uint16_t half[W];
+#if defined(__AVX512F__)
+    _mm256_store_si256((__m256i*)half, _mm512_cvtepi32_epi16((__m512i)x));
+#else
+    for (int i = 0; i < W; ++i) half[i] = (uint16_t)x[i];
+#endif
+    return load_half((const uint8_t*)half);
 }
 
 INLINE vec load_bf16(const uint8_t* p) {
