@@ -28,6 +28,7 @@ constexpr int64_t FEW = 8;                  // so many rows are attended from re
 constexpr int64_t ROWS = W == 16 ? 8 : 4;   // rows of one product over decoded tiles
 constexpr int64_t ITEM_ROWS = 96;           // rows for which a tile is decoded once
 constexpr int64_t PARTIAL_BYTES = 4 << 20;  // for the states of splits that other threads compute
+constexpr int DIGITS = 3;                    // of a query in integer products
 constexpr float NOTHING = -INFINITY;
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -46,13 +47,22 @@ struct Tile {
 };
 
 INLINE void prefetch_row(const uint8_t* row, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
-// Rows of the query with their state.
+// Rows of a query, in the basis of K and times the scale of the scores. With integer products also as fixed-point
+// numbers of three signed digits to the base 256: row = unit * (digits[0] * 65536 + digits[1] * 256 + digits[2]), to
+// 2^-24 of its largest element.
+struct Query {
+    float* x;         // [padded][k_pad], zeros beyond k_dim
+    int32_t* digits;  // [padded][DIGITS][k_pad / 4], four dims each
+    int32_t* start;   // [padded][DIGITS], -128 times the sum of the digits: integer products take codes plus 128
+    float* unit;      // [padded]
+};
+
+// Rows with their state.
 struct Rows {
     int64_t count, padded;  // padded to a multiple of ROWS
-    float *query, *query_sink;     // [padded][k_pad], zeros beyond k_dim
     float* weights;                // [padded][TILE]: scores, then probabilities times the scale of V
     float *max, *sum, *acc;        // of this split: [padded], [padded], [padded][v_pad]
     float* alpha;                  // [padded], what the tile multiplies acc by
@@ -74,6 +84,17 @@ template <int F> INLINE void copy_tails(const uint8_t* const* rows, int64_t dim,
     }
 }
 
+// 16 bytes of W keys from dim d on (load_dwords).
+template <int F> INLINE void load_chunk(const Tile& tile, int64_t key, int64_t d, ints words[4]) {
+    const uint8_t* const* rows = tile.k + key;
+    if (d + chunk_dims(F) <= tile.k_dim) return load_dwords(rows, row_bytes(F, d), words);
+    uint8_t tails[W][16];
+    const uint8_t* copies[W];
+    copy_tails<F>(rows, d, tile.k_dim - d, tails);
+    for (int i = 0; i < W; ++i) copies[i] = tails[i];
+    load_dwords(copies, 0, words);
+}
+
 // Calls use(d, x) for the dims 0 .. k_pad in order, with x[V] = the decoded elements of V vectors of keys. Beyond k_dim
 // they are 0.
 template <int F, int V, typename Use>
@@ -81,17 +102,7 @@ INLINE void each_dim(const Tile& tile, int64_t key, Use&& use) {
     constexpr int DIMS = chunk_dims(F);
     for (int64_t d = 0; d < tile.k_dim; d += DIMS) {
         ints words[V][4];
-        for (int v = 0; v < V; ++v) {
-            const uint8_t* const* rows = tile.k + key + v * W;
-            uint8_t tails[W][16];
-            const uint8_t* copies[W];
-            if (d + DIMS > tile.k_dim) {
-                copy_tails<F>(rows, d, tile.k_dim - d, tails);
-                for (int i = 0; i < W; ++i) copies[i] = tails[i] - row_bytes(F, d);
-                rows = copies;
-            }
-            load_dwords(rows, row_bytes(F, d), words[v]);
-        }
+        for (int v = 0; v < V; ++v) load_chunk<F>(tile, key + v * W, d, words[v]);
         const auto nibbles = [&]<bool HIGH>() INLINED {
             for (int c = 0; c < 4; ++c) {
                 const auto one = [&]<int J>() INLINED {
@@ -113,14 +124,14 @@ INLINE void each_dim(const Tile& tile, int64_t key, Use&& use) {
 }
 
 // R rows, straight from the codes.
-template <int F, int R> void score_few(const Tile& tile, const float* query, float* scores) {
+template <int F, int R> void score_few(const Tile& tile, const Query& query, float* scores) {
     for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
         for (int64_t i = key; i < std::min(key + STRIP, tile.num_next); ++i)
             prefetch_row(tile.next_k[i], row_bytes(F, tile.k_dim));
         vec acc[R][2] = {};
         each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) INLINED {
             UNROLL for (int r = 0; r < R; ++r) {
-                const vec q = set1(query[r * tile.k_pad + d]);
+                const vec q = set1(query.x[r * tile.k_pad + d]);
                 UNROLL for (int v = 0; v < 2; ++v) acc[r][v] = fma(q, x[v], acc[r][v]);
             }
         });
@@ -130,14 +141,14 @@ template <int F, int R> void score_few(const Tile& tile, const float* query, flo
 }
 
 // Any number of rows, over decoded strips [k_pad][STRIP].
-template <int F> void score_many(const Tile& tile, const float* query, int64_t rows, float* scores, float* strip) {
+template <int F> void score_many(const Tile& tile, const Query& query, int64_t rows, float* scores, float* strip) {
     for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
         each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) INLINED {
             store(strip + d * STRIP, x[0]);
             store(strip + d * STRIP + W, x[1]);
         });
         for (int64_t row = 0; row < rows; row += ROWS) {
-            const float* q = query + row * tile.k_pad;
+            const float* q = query.x + row * tile.k_pad;
             vec acc[ROWS][2] = {};
             for (int64_t d = 0; d < tile.k_dim; ++d) {
                 const vec a = load(strip + d * STRIP), b = load(strip + d * STRIP + W);
@@ -154,6 +165,58 @@ template <int F> void score_many(const Tile& tile, const float* query, int64_t r
         }
     }
 }
+
+// int8 codes by integer products, which are exact, so their order does not matter. Four dims of a key lie in a lane.
+
+#if defined(HAS_DOT)
+// The scores of R rows with the keys of two vectors; at(d) gives the codes plus 128 of the dims 4d .. 4d + 4 of both.
+template <int R, typename At>
+INLINE void integer_scores(const Query& query, int64_t row, int64_t k_pad, int64_t k_dim, float* scores, At&& at) {
+    const int64_t stride = k_pad / 4;
+    const int32_t* digits = query.digits + row * DIGITS * stride;
+    ints acc[R][DIGITS][2];
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int n = 0; n < DIGITS; ++n)
+            UNROLL for (int v = 0; v < 2; ++v) acc[r][n][v] = ints{} + query.start[(row + r) * DIGITS + n];
+    for (int64_t d = 0; 4 * d < k_dim; ++d) {
+        const ints* x = at(d);
+        const ints a = x[0], b = x[1];
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < DIGITS; ++n) {
+                const ints q = ints{} + digits[(r * DIGITS + n) * stride + d];
+                acc[r][n][0] = dot4(acc[r][n][0], a, q);
+                acc[r][n][1] = dot4(acc[r][n][1], b, q);
+            }
+    }
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int v = 0; v < 2; ++v) {
+            const vec low = fma(to_float(acc[r][1][v]), set1(256.0f), to_float(acc[r][2][v]));
+            const vec all = fma(to_float(acc[r][0][v]), set1(65536.0f), low);
+            store(scores + r * TILE + v * W, all * set1(query.unit[row + r]));
+        }
+}
+
+void score_integer(const Tile& tile, const Query& query, int64_t rows, float* scores, float* strip) {
+    ints* codes = (ints*)strip;  // [k_pad / 4][2]
+    for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
+        for (int64_t i = key; i < std::min(key + STRIP, tile.num_next); ++i) prefetch_row(tile.next_k[i], tile.k_dim);
+        for (int64_t d = 0; d < tile.k_dim; d += 16)
+            for (int v = 0; v < 2; ++v) {
+                ints words[4];
+                load_chunk<INT8>(tile, key + v * W, d, words);
+                UNROLL for (int c = 0; c < 4; ++c) codes[(d / 4 + c) * 2 + v] = words[c] ^ (int32_t)0x80808080;
+            }
+        const auto at = [&](int64_t d) INLINED { return codes + 2 * d; };
+        int64_t row = 0;
+        for (; row + 4 <= rows; row += 4)
+            integer_scores<4>(query, row, tile.k_pad, tile.k_dim, scores + row * TILE + key, at);
+        float* to = scores + row * TILE + key;
+        if (rows - row == 3) integer_scores<3>(query, row, tile.k_pad, tile.k_dim, to, at);
+        if (rows - row == 2) integer_scores<2>(query, row, tile.k_pad, tile.k_dim, to, at);
+        if (rows - row == 1) integer_scores<1>(query, row, tile.k_pad, tile.k_dim, to, at);
+    }
+}
+#endif
 
 // ---- Weighted sums of V -------------------------------------------------------------------------------------------
 
@@ -220,11 +283,17 @@ template <int F> void sum_many(const Tile& tile, const Rows& rows, float* values
 // ---- One format, any number of rows -------------------------------------------------------------------------------
 
 struct Format {
-    void (*score)(const Tile&, const float* query, const Rows&, float* strip);
+    void (*score)(const Tile&, const Query&, const Rows&, float* strip);
     void (*sum)(const Tile&, const Rows&, float* values);
 };
 
-template <int F> void score(const Tile& tile, const float* query, const Rows& rows, float* strip) {
+template <int F> void score(const Tile& tile, const Query& query, const Rows& rows, float* strip) {
+#if defined(HAS_DOT)
+    if constexpr (F == INT8) {
+        score_integer(tile, query, rows.count, rows.weights, strip);
+        return;
+    } else
+#endif
     switch (rows.count) {
         case 1: return score_few<F, 1>(tile, query, rows.weights);
         case 2: return score_few<F, 2>(tile, query, rows.weights);
@@ -368,7 +437,9 @@ class Worker {
         v_pad = round_up(a.v_dim, 2 * W);
         k_pad = round_up(a.k_dim, 32);  // whole chunks of every format
         const int64_t sizes[] = {
-            padded * k_pad, padded * k_pad, padded * TILE, padded, padded, padded * v_pad, padded,  // Rows
+            padded * k_pad, padded * DIGITS * k_pad / 4, padded * DIGITS, padded,                     // the query
+            padded * k_pad, padded * DIGITS * k_pad / 4, padded * DIGITS, padded,                     // for the sinks
+            padded * TILE, padded, padded, padded * v_pad, padded,                                    // Rows
             padded, padded, padded * v_pad,                                                           // the running state
             k_pad * STRIP, TILE * v_pad,                                                            // decoded tiles
             scale_groups(INT4, a.k_dim) * TILE, scale_groups(INT4, a.v_dim) * TILE, dim + 16, round_up(a.v_dim, 2 * W),
@@ -377,7 +448,8 @@ class Worker {
         int64_t total = 0;
         for (int64_t size : sizes) total += round_up(size, 16);
         float* at = workspace.get(total);
-        float** parts[COUNT] = {&rows.query, &rows.query_sink, &rows.weights, &rows.max, &rows.sum, &rows.acc,
+        float** parts[COUNT] = {&query.x, (float**)&query.digits, (float**)&query.start, &query.unit, &query_sink.x,
+            (float**)&query_sink.digits, (float**)&query_sink.start, &query_sink.unit, &rows.weights, &rows.max, &rows.sum, &rows.acc,
             &rows.alpha, &max, &sum, &acc, &strip, &values, &tile.k_groups, &tile.v_groups, &zeros, &out};
         for (int i = 0; i < COUNT; ++i) {
             *parts[i] = at;
@@ -435,30 +507,66 @@ class Worker {
   private:
     const AttentionArgs& a;
     const int64_t group;
+    const Item* loaded = nullptr;  // whose query lies in `query`
     int64_t k_pad, v_pad;
     Tile tile;
+    Query query, query_sink;
     Rows rows;
     float *max, *sum, *acc, *strip, *values, *zeros, *out;
 
-    void load_query(const Item& item, const void* from, int64_t token_stride, int64_t head_stride, float* to) {
+    void load_query(const Item& item, const void* from, int64_t token_stride, int64_t head_stride, const Query& to) {
         const float factor = (float)(a.softcap != 0 ? a.scale / a.softcap : a.scale * M_LOG2E);
         for (int64_t row = 0; row < rows.count; ++row) {
-            float* q = to + row * k_pad;
+            float* q = to.x + row * k_pad;
             const int64_t head = item.head * group + row % group;
             load_row(from, (item.first + row / group) * token_stride + head * head_stride, a.dtype, a.k_dim, q);
             if (a.k_rotate) rotate(q, a.k_dim);
             for (int64_t d = 0; d < a.k_dim; ++d) q[d] *= factor;
             for (int64_t d = a.k_dim; d < k_pad; ++d) q[d] = 0;
+#if defined(HAS_DOT)
+            if (a.pool.k_format == INT8) to_digits(q, to, row);
+#endif
         }
-        memset(to + rows.count * k_pad, 0, 4 * (rows.padded - rows.count) * k_pad);
+        memset(to.x + rows.count * k_pad, 0, 4 * (rows.padded - rows.count) * k_pad);
     }
 
+#if defined(HAS_DOT)
+    void to_digits(const float* q, const Query& to, int64_t row) {
+        constexpr float LARGEST = 127 * (65536 + 256);  // below what three digits hold, rounding included
+        vec top = {};
+        ints finite = ints{} - 1, total[DIGITS] = {};
+        for (int64_t d = 0; d < k_pad; d += W) {
+            const vec size = as_float(as_ints(load(q + d)) & 0x7fffffff);
+            top = vmax(size, top);
+            finite &= size < set1(INFINITY);
+        }
+        bool good = true;
+        for (int i = 0; i < W; ++i) good &= finite[i] != 0;
+        const float size = reduce_max(top);
+        const vec up = set1(!good || size < 0x1p-100f ? 0 : LARGEST / size);  // what is smaller scores 0
+        to.unit[row] = good ? size / LARGEST : NAN;
+        uint8_t* digits = (uint8_t*)(to.digits + row * DIGITS * (k_pad / 4));
+        for (int64_t d = 0; d < k_pad; d += W) {
+            ints x = good ? round(load(q + d) * up) : ints{};
+            for (int n = DIGITS - 1; n >= 0; --n) {
+                const ints digit = (x << 24) >> 24;
+                total[n] += digit;
+                store_bytes(digits + n * k_pad + d, digit);
+                x = (x - digit) >> 8;
+            }
+        }
+        for (int n = 0; n < DIGITS; ++n) to.start[row * DIGITS + n] = -128 * (int32_t)reduce_add(to_float(total[n]));
+    }
+#endif
+
     void begin(const Item& item) {
+        if (loaded == &item) return;
+        loaded = &item;
         rows.count = item.count * group;
         rows.padded = round_up(rows.count, ROWS);
-        load_query(item, a.query, a.query_token, a.query_head, rows.query);
+        load_query(item, a.query, a.query_token, a.query_head, query);
         if (a.query_sink && a.num_sink_tokens)
-            load_query(item, a.query_sink, a.sink_token, a.sink_head, rows.query_sink);
+            load_query(item, a.query_sink, a.sink_token, a.sink_head, query_sink);
         for (int64_t row = rows.count; row < rows.padded; ++row) rows.alpha[row] = 0;
         memset(rows.weights + rows.count * TILE, 0, 4 * (rows.padded - rows.count) * TILE);
     }
@@ -553,8 +661,7 @@ class Worker {
     void attend_tile(const Item& item, int range, int64_t start, int64_t first, int64_t last, int64_t end) {
         const Pool& pool = IS_EXACT[range] ? a.exact : a.pool;
         load_tile(item, IS_EXACT[range], start, first, last, end);
-        const float* query = IS_SINK[range] && a.query_sink ? rows.query_sink : rows.query;
-        FORMATS[pool.k_format].score(tile, query, rows, strip);
+        FORMATS[pool.k_format].score(tile, IS_SINK[range] && a.query_sink ? query_sink : query, rows, strip);
         const float cap = (float)(a.softcap * M_LOG2E);
         for (int64_t token = 0; token < item.count; ++token) {
             const Range seen = range_of(a, range, item.position + token);

@@ -53,16 +53,29 @@ def _load(isa: str | None) -> Library | None:
     return None if path is None else Library(str(path), isa)
 
 
-def library() -> Library | None:
-    """The library for the instruction set that ``LEAN_CPU_ISA`` asks for, else the best; None if the reference serves."""
-    return None if reference.is_wanted() else _load(os.environ.get("LEAN_CPU_ISA") or None)
+_serving: Library | None = None
+_chosen = False
+
+
+def choose() -> Library | None:
+    """Read the environment and settle what serves from now on: the library, or None for the reference.
+
+    ``LEAN_CPU_ISA`` names one of ISAS, by default it is the best; ``LEAN_KERNELS=reference`` turns the library off. The
+    first call of an op does the same; later ones do not look again.
+    """
+    global _serving, _chosen
+    _serving = None if reference.is_wanted() else _load(os.environ.get("LEAN_CPU_ISA") or None)
+    _chosen = True
+    return _serving
 
 
 def describe() -> str:
-    """What serves the CPU: ``C++ avx512 (cpu)``, or the reference and what would help."""
-    found = library()
+    """What serves the CPU from now on: ``C++ avx512 (cpu)``, or the reference and what would help."""
+    found = choose()
     if found is not None:
         return f"C++ {found.isa} (cpu)"
+    if reference.is_wanted():
+        return "torch reference (cpu)"
     remedy = build.HOW if build.compiler() else "install g++, then " + build.HOW
     return f"torch reference (cpu), many times slower than the C++ kernels, which are not built: {remedy}"
 
@@ -79,8 +92,18 @@ def _offsets(
     return parts, (k_format, v_format), (formats[0].rotate, formats[1].rotate)
 
 
-def _last_dense(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _dense(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """``x`` [tokens, heads, dim] with neighbouring dims next to each other, and its strides."""
+    strides = x.stride()
+    if strides[2] == 1:
+        return x, strides[:2]
+    x = x.contiguous()
+    return x, x.stride()[:2]
+
+
+def _packed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Integers as C++ reads them; the tensor itself where it is so."""
+    return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
 
 
 def kv_write(
@@ -98,16 +121,17 @@ def kv_write(
     v_dim = value.shape[2]
     parts, formats, rotations = _offsets(k_format, v_format, num_kv_heads, k_dim, v_dim, block_size)
     dtype = _DTYPES.get(key.dtype, -1)
-    serving = library()
+    serving = _serving if _chosen else choose()
     if serving is None or dtype < 0 or value.dtype != key.dtype or min(formats) < 0:
         return reference.kv_write(
             arena, key, value, slot_mapping, layer_offset, block_size, k_format, v_format
         )
-    key, value, slots = _last_dense(key), _last_dense(value), slot_mapping.to(torch.int64).contiguous()
+    (key, key_strides), (value, value_strides) = _dense(key), _dense(value)
+    slots = _packed(slot_mapping, torch.int64)
     serving.kv_write(
         _WRITE.pack(
             arena.data_ptr() + layer_offset, arena.stride(0), *parts, *formats,
-            key.data_ptr(), value.data_ptr(), *key.stride()[:2], *value.stride()[:2], slots.data_ptr(),
+            key.data_ptr(), value.data_ptr(), *key_strides, *value_strides, slots.data_ptr(),
             num_tokens, num_kv_heads, k_dim, v_dim, block_size, dtype, *rotations, torch.get_num_threads(),
         )
     )  # fmt: skip
@@ -140,43 +164,33 @@ def paged_attention(
     parts, formats, rotations = _offsets(k_format, v_format, *heads)
     exact_parts, exact_formats, _ = _offsets(exact_k_format, exact_v_format, *heads)
     dtype = _DTYPES.get(query.dtype, -1)
-    serving = library()
+    serving = _serving if _chosen else choose()
     if serving is None or dtype < 0 or min(*formats, *exact_formats) < 0:
         return reference.paged_attention(
             query, query_sink, arena, block_tables, exact_arena, exact_block_tables, query_start_loc, seq_lens,
             sink_logits, layer_offset, exact_layer_offset, block_size, num_kv_heads, v_dim, k_format, v_format,
             exact_k_format, exact_v_format, *rule,
         )  # fmt: skip
-    query, tables = _last_dense(query), _int32_rows(block_tables)
+    (query, strides), tables = _dense(query), _packed(block_tables, torch.int32)
     exact_pool, exact_tables = _NO_POOL, tables
     if exact_arena is not None and exact_block_tables is not None:
         exact_pool = (
             exact_arena.data_ptr() + exact_layer_offset, exact_arena.stride(0), *exact_parts, *exact_formats,
         )  # fmt: skip
-        exact_tables = _int32_rows(exact_block_tables)
-    turned = query if query_sink is None else _last_dense(query_sink.to(query.dtype))
-    starts, lengths = _int32(query_start_loc), _int32(seq_lens)
+        exact_tables = _packed(exact_block_tables, torch.int32)
+    sink, sink_strides = (None, (0, 0)) if query_sink is None else _dense(query_sink.to(query.dtype))
+    starts, lengths = _packed(query_start_loc, torch.int32), _packed(seq_lens, torch.int32)
     logits = None if sink_logits is None else sink_logits.to(torch.float32).contiguous()
     scale, softcap, *visible = rule
     out = torch.empty((num_tokens, num_q_heads, v_dim), dtype=query.dtype)
     serving.paged_attention(
         _ATTENTION.pack(
             arena.data_ptr() + layer_offset, arena.stride(0), *parts, *formats,
-            *exact_pool, tables.data_ptr(), exact_tables.data_ptr(), tables.stride(0), exact_tables.stride(0),
-            query.data_ptr(), 0 if query_sink is None else turned.data_ptr(),
-            *query.stride()[:2], *turned.stride()[:2],
+            *exact_pool, tables.data_ptr(), exact_tables.data_ptr(), tables.shape[1], exact_tables.shape[1],
+            query.data_ptr(), 0 if sink is None else sink.data_ptr(), *strides, *sink_strides,
             out.data_ptr(), starts.data_ptr(), lengths.data_ptr(), 0 if logits is None else logits.data_ptr(),
-            num_tokens, len(lengths), num_q_heads, num_kv_heads, k_dim, v_dim, block_size, dtype, *rotations,
+            num_tokens, lengths.shape[0], num_q_heads, num_kv_heads, k_dim, v_dim, block_size, dtype, *rotations,
             *visible, torch.get_num_threads(), scale, softcap,
         )
     )  # fmt: skip
     return out
-
-
-def _int32(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
-
-
-def _int32_rows(x: torch.Tensor) -> torch.Tensor:
-    x = x if x.dtype is torch.int32 else x.to(torch.int32)
-    return x if x.stride(1) == 1 else x.contiguous()

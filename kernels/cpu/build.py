@@ -22,7 +22,7 @@ _FLAGS = (
     "-std=c++20 -O2 -ftree-vectorize -fPIC -fopenmp -fvisibility=hidden -Wno-psabi "
     "-ffp-contract=off -fno-math-errno -fno-trapping-math"
 ).split()
-_X86 = {"avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
+_X86 = {"avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"]}
 _PER_ISA = ("attention.cpp", "kv_write.cpp")
 
 

@@ -1,6 +1,7 @@
 // Stored codes to float and back: the C++ side of quant/codecs.py, which defines the bytes.
 #pragma once
 #include <cmath>
+#include <utility>
 
 #include "args.h"
 #include "simd.h"
@@ -71,18 +72,36 @@ INLINE void store_row(void* to, int64_t at, int64_t dtype, int64_t dim, const fl
     }
 }
 
+// One stride of the butterfly below a vector's width: lane i meets lane i ^ S.
+template <int S, int... I> INLINE vec butterfly(vec x, std::integer_sequence<int, I...>) {
+    const vec other = __builtin_shufflevector(x, x, (I ^ S)...);
+    return select(ints{(I & S ? -1 : 0)...}, other - x, x + other);
+}
+template <int S> INLINE vec butterfly(vec x, int64_t n) {
+    return S < n ? butterfly<S>(x, std::make_integer_sequence<int, W>()) : x;
+}
+
 // quant/rotation.py: strides 1, 2, 4, ..., additions only, then one multiply.
 inline void rotate(float* x, int64_t dim) {
-    const int64_t n = dim & -dim;
+    const int64_t n = dim & -dim, whole = dim / W * W;
     if (n == 1) return;
     const float norm = (float)(1.0 / std::sqrt((double)n));
-    for (int64_t stride = 1; stride < n; stride *= 2)
-        for (int64_t first = 0; first < dim; first += 2 * stride)
-            for (int64_t i = first; i < first + stride; ++i) {
-                const float a = x[i], b = x[i + stride];
-                x[i] = a + b;
-                x[i + stride] = a - b;
-            }
+    const auto strides = [&](int64_t stride, int64_t begin, int64_t end) {
+        for (; stride < n; stride *= 2)
+            for (int64_t first = begin; first < end; first += 2 * stride)
+                for (int64_t i = first; i < first + stride; ++i) {
+                    const float a = x[i], b = x[i + stride];
+                    x[i] = a + b;
+                    x[i + stride] = a - b;
+                }
+    };
+    for (int64_t d = 0; d < whole; d += W) {
+        vec y = butterfly<4>(butterfly<2>(butterfly<1>(load(x + d), n), n), n);
+        if constexpr (W > 8) y = butterfly<8>(y, n);
+        store(x + d, y);
+    }
+    strides(W, 0, whole);
+    strides(1, whole, dim);
     for (int64_t i = 0; i < dim; ++i) x[i] *= norm;
 }
 
@@ -151,7 +170,12 @@ constexpr int dword_dims(int format) { return format == FP32 ? 1 : format <= BF1
 constexpr int chunk_dims(int format) { return format == INT4 ? 32 : 4 * dword_dims(format); }
 
 // What a decoded K code has to be multiplied by, beside its scale.
-constexpr float k_unit(int format) { return format == INT8 ? 0x1p-24f : format == INT4 ? 0x1p-28f : 1.0f; }
+constexpr float k_unit(int format) {
+#if defined(HAS_DOT)
+    if (format == INT8) return 1.0f;
+#endif
+    return format == INT8 ? 0x1p-24f : format == INT4 ? 0x1p-28f : 1.0f;
+}
 // Likewise for V.
 constexpr float v_unit(int format) { return format == E4M3 ? E4M3_SCALE : 1.0f; }
 

@@ -52,6 +52,14 @@ INLINE vec fma(vec a, vec b, vec c) {
 #endif
 }
 
+#if defined(__AVX512VNNI__)
+#define HAS_DOT
+INLINE ints round(vec x) { return (ints)_mm512_cvtps_epi32(x); }
+INLINE void store_bytes(uint8_t* p, ints x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x)); }
+// c plus, in every lane, the sum of four unsigned bytes of a times signed bytes of b.
+INLINE ints dot4(ints c, ints a, ints b) { return (ints)_mm512_dpbusd_epi32((__m512i)c, (__m512i)a, (__m512i)b); }
+#endif
+
 INLINE ints lane_index() {
     ints x;
     for (int i = 0; i < W; ++i) x[i] = i;
