@@ -44,12 +44,15 @@ HAS_TORCH := import torch; raise SystemExit(tuple(map(int, torch.__version__.spl
 	  if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) "torch===$(TORCH)"; else $(PIP) "torch==$(TORCH)"; fi; fi
 	@touch $@
 
-.venv/.installed: .venv/.torch pyproject.toml
+# Installing compiles the C++ kernels.
+SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/build.py)
+
+.venv/.installed: .venv/.torch $(SOURCES)
 	@echo "installing lean"
 	@$(PIP) -e .
 	@touch $@
 
-.venv/.installed-dev: .venv/.torch pyproject.toml
+.venv/.installed-dev: .venv/.torch $(SOURCES)
 	@echo "installing lean and its development tools"
 	@$(PIP) -e ".[dev]"
 	@touch $@ .venv/.installed

@@ -86,6 +86,8 @@ def test_the_back_end_can_be_asked_for_and_a_wrong_name_is_refused(monkeypatch: 
     monkeypatch.setenv("LEAN_KERNELS", "fastest")
     with pytest.raises(ValueError, match="LEAN_KERNELS='fastest' is unknown"):
         ops.backend(cpu)
+    monkeypatch.undo()
+    ops.backend(cpu)  # what serves is settled there
 
 
 POOL_ERRORS: dict[str, tuple[str, Callable[[], LayerPool]]] = {

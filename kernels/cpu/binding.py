@@ -15,7 +15,7 @@ import torch
 from lean.kernels import reference
 from lean.kernels.cpu import build
 from lean.kernels.layout import KVLayout
-from lean.quant import BF16, FP8, FP16, FP32, FP64, INT4, INT8, KVFormat
+from lean.quant import BF16, FP8, FP16, FP32, INT4, INT8, KVFormat
 
 ISAS = ("portable", "avx2", "avx512")  # as numbered in dispatch.cpp
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype in args.h
@@ -75,7 +75,7 @@ def describe() -> str:
     if found is not None:
         return f"C++ {found.isa} (cpu)"
     if reference.is_wanted():
-        return "torch reference (cpu)"
+        return "torch reference (cpu), as LEAN_KERNELS asks"
     remedy = build.HOW if build.compiler() else "install g++, then " + build.HOW
     return f"torch reference (cpu), many times slower than the C++ kernels, which are not built: {remedy}"
 
@@ -84,7 +84,7 @@ def describe() -> str:
 def _offsets(
     k_code: int, v_code: int, num_kv_heads: int, k_dim: int, v_dim: int, block_size: int
 ) -> tuple[tuple[int, ...], tuple[int, int], tuple[bool, bool]]:
-    """Byte offsets of the four parts of a layer, the formats as args.h numbers them (-1: not there), their rotations."""
+    """Byte offsets of a layer's four parts, its formats as args.h numbers them (-1: not there), their rotations."""
     formats = KVFormat.from_code(k_code), KVFormat.from_code(v_code)
     layout = KVLayout(*formats, num_kv_heads, k_dim, v_dim, block_size)
     parts = (0, layout.k_scales_offset, layout.v_codes_offset, layout.v_scales_offset)
@@ -123,9 +123,7 @@ def kv_write(
     dtype = _DTYPES.get(key.dtype, -1)
     serving = _serving if _chosen else choose()
     if serving is None or dtype < 0 or value.dtype != key.dtype or min(formats) < 0:
-        return reference.kv_write(
-            arena, key, value, slot_mapping, layer_offset, block_size, k_format, v_format
-        )
+        return reference.kv_write(arena, key, value, slot_mapping, layer_offset, block_size, k_format, v_format)
     (key, key_strides), (value, value_strides) = _dense(key), _dense(value)
     slots = _packed(slot_mapping, torch.int64)
     serving.kv_write(
@@ -172,7 +170,8 @@ def paged_attention(
             exact_k_format, exact_v_format, *rule,
         )  # fmt: skip
     (query, strides), tables = _dense(query), _packed(block_tables, torch.int32)
-    exact_pool, exact_tables = _NO_POOL, tables
+    exact_pool: tuple[int, ...] = _NO_POOL
+    exact_tables = tables
     if exact_arena is not None and exact_block_tables is not None:
         exact_pool = (
             exact_arena.data_ptr() + exact_layer_offset, exact_arena.stride(0), *exact_parts, *exact_formats,

@@ -18,11 +18,14 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).resolve().parent
 HOW = "python -m lean.kernels.cpu.build"
-_FLAGS = (
-    "-std=c++20 -O2 -ftree-vectorize -fPIC -fopenmp -fvisibility=hidden -Wno-psabi "
-    "-ffp-contract=off -fno-math-errno -fno-trapping-math"
-).split()
-_X86 = {"avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"]}
+_FLAGS = [
+    "-std=c++20", "-O2", "-ftree-vectorize", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi",
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+]  # fmt: skip
+_X86 = {
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"],
+}
 _PER_ISA = ("attention.cpp", "kv_write.cpp")
 
 
