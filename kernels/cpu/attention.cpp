@@ -577,9 +577,10 @@ class Worker {
         memset(rows.acc, 0, 4 * rows.padded * v_pad);
         for (int range = 0; range < RANGES; ++range) {
             const int64_t first = std::max(range_of(a, range, item.position).first, s * SPLIT);
-            const int64_t last = std::min(range_of(a, range, item.position + item.count - 1).last, (s + 1) * SPLIT);
+            const int64_t end = range_of(a, range, item.position + item.count - 1).last;
+            const int64_t last = std::min(end, (s + 1) * SPLIT);
             for (int64_t start = first / TILE * TILE; start < last; start += TILE)
-                attend_tile(item, range, start, std::max(first, start), std::min(last, start + TILE), last);
+                attend_tile(item, range, start, std::max(first, start), std::min(last, start + TILE), end);
         }
     }
 
