@@ -1,0 +1,216 @@
+"""What every kernel shares: the number formats on a GPU, the rotation, and one step of attention over a tile of keys.
+
+Formats travel as the constants below. A decoded tile is exact up to a power of two, its *unit*, which is folded back in
+fp32: e4m3 bits moved into an fp16 are value/256, int4 codes become code/8 so that code x scale never leaves fp16.
+"""
+
+import triton
+import triton.language as tl
+
+FP32, FP16, BF16, INT8, FP8, INT4 = (tl.constexpr(code) for code in range(6))
+FORMAT_CODES = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "fp8": 4, "int4": 5}
+
+# How codes are widened: portable Triton, PTX on packed words, or that with the e4m3 conversion of sm_89 and newer.
+PORTABLE, PACKED, HARDWARE = (tl.constexpr(code) for code in range(3))
+
+GROUP = tl.constexpr(32)  # dims per int4 scale; low nibbles hold its first half, high nibbles its second
+HALF_GROUP = tl.constexpr(16)
+# Probabilities are held as 2^HEADROOM times themselves: the largest still fits fp16 when multiplied by a code's unit,
+# and fp16 then resolves 2^-38 of a row's largest.
+HEADROOM = tl.constexpr(12)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dim_of(columns, HALF: tl.constexpr, HALVES: tl.constexpr):
+    """The dims of a vector that ``columns`` of a tile hold: all in order, or the low or high nibbles' of every group."""
+    if HALVES == 1:
+        return columns
+    else:
+        return columns // HALF_GROUP * GROUP + columns % HALF_GROUP + HALF * HALF_GROUP
+
+
+@triton.jit
+def bf16_to_fp32(bits):
+    """int16 bits of a bf16 -> fp32, exact."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp32_to_bf16(x):
+    """fp32 -> int16 bits of the nearest bf16, ties to even; NaN is torch's 0x7fc0."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
+def load_float(ptr, offsets, mask, IS_BF16: tl.constexpr):
+    """Model values as fp32; a bf16 tensor is passed as its int16 bits, which the interpreter can compute with."""
+    x = tl.load(ptr + offsets, mask=mask, other=0)
+    if IS_BF16:
+        return bf16_to_fp32(x)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def store_float(ptr, offsets, x, mask, IS_BF16: tl.constexpr):
+    if IS_BF16:
+        tl.store(ptr + offsets, fp32_to_bf16(x), mask=mask)
+    else:
+        tl.store(ptr + offsets, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, ROTATION: tl.constexpr):
+    """The recipe's butterfly on x [ROWS, DIM] fp32; additions in the order of `quant.rotate`.
+
+    ROTATION: (strides, factor): blocks of 2^strides dims, then one multiply. (0, 1) leaves x alone. Every stride pairs
+    neighbours and writes all sums before all differences, so the next stride's partners become neighbours and after the
+    last every element is in its place.
+    """
+    STRIDES: tl.constexpr = ROTATION[0]
+    if STRIDES == 0:
+        return x
+    else:
+        SIZE: tl.constexpr = 2**STRIDES
+        BLOCKS: tl.constexpr = ROWS * DIM // SIZE
+        x = tl.reshape(x, [BLOCKS, SIZE])
+        for _ in tl.static_range(STRIDES):
+            a, b = tl.split(tl.reshape(x, [BLOCKS, SIZE // 2, 2]))
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 2, 1]), [BLOCKS, SIZE])
+        return tl.reshape(x * ROTATION[1], [ROWS, DIM])
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr):
+    """x [ROWS, DIM] as the two tiles of `dim_of`; twice itself where there is one."""
+    if HALVES == 1:
+        return x, x
+    else:
+        parts = tl.permute(tl.reshape(x, [ROWS, DIM // GROUP, 2, HALF_GROUP]), [0, 1, 3, 2])
+        low, high = tl.split(parts)
+        return tl.reshape(low, [ROWS, DIM // 2]), tl.reshape(high, [ROWS, DIM // 2])
+
+
+@triton.jit
+def unhalve(low, high, ROWS: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr):
+    """Inverse of `halves`."""
+    if HALVES == 1:
+        return low
+    else:
+        low = tl.reshape(low, [ROWS, DIM // GROUP, HALF_GROUP])
+        high = tl.reshape(high, [ROWS, DIM // GROUP, HALF_GROUP])
+        return tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [ROWS, DIM])
+
+
+@triton.jit
+def unit_of(FORMAT: tl.constexpr, WIDEN: tl.constexpr):
+    """What a decoded element must be multiplied by to be its number (times its scale)."""
+    if FORMAT == INT4:
+        return 8.0
+    elif FORMAT == FP8 and WIDEN != HARDWARE:
+        return 256.0
+    else:
+        return 1.0
+
+
+@triton.jit
+def widen_int8(codes, WIDEN: tl.constexpr):
+    """uint8 two's complement -> fp16. Packed: code + 128 as the low mantissa byte of 1024, then minus 1152."""
+    if WIDEN == PORTABLE:
+        return codes.to(tl.int8, bitcast=True).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 u, lo, hi, bias;
+            xor.b32 u, $2, 0x80808080;
+            prmt.b32 lo, u, 0x64646464, 0x4140;
+            prmt.b32 hi, u, 0x64646464, 0x4342;
+            mov.b32 bias, 0x64806480;
+            sub.f16x2 $0, lo, bias;
+            sub.f16x2 $1, hi, bias;
+            }
+            """,
+            "=r,=r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def widen_fp8(codes, WIDEN: tl.constexpr):
+    """uint8 e4m3fn -> fp16 of value/256, or of value by the hardware.
+
+    Packed: of all four codes at once, sign, exponent and two mantissa bits become an fp16's high byte, the last mantissa
+    bit its low byte.
+    """
+    if WIDEN == PORTABLE:
+        bits = codes.to(tl.uint16)
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    elif WIDEN == HARDWARE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 high, low, t;
+            shr.b32 t, $2, 1;
+            and.b32 t, t, 0x3f3f3f3f;
+            lop3.b32 high, $2, 0x80808080, t, 0xea;
+            shl.b32 low, $2, 7;
+            and.b32 low, low, 0x80808080;
+            prmt.b32 $0, low, high, 0x5140;
+            prmt.b32 $1, low, high, 0x7362;
+            }
+            """,
+            "=r,=r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def widen_int4(codes, WIDEN: tl.constexpr):
+    """uint8 with two nibbles -> (low, high) fp16 of code/8.
+
+    Packed: code + 8 in the low bits of an fp16's mantissa, at 1024 or sixteenfold; one multiply-add takes bias and
+    factor away, exactly.
+    """
+    if WIDEN == PORTABLE:
+        signed = codes.to(tl.int8, bitcast=True)
+        low = ((signed << 4).to(tl.int8) >> 4).to(tl.float16) * 0.125
+        return low, (signed >> 4).to(tl.float16) * 0.125
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 lo, hi, a, b, c, d, eighth, bias, fine, fine_bias;
+            lop3.b32 lo, $4, 0x0f0f0f0f, 0x08080808, 0x6a;
+            lop3.b32 hi, $4, 0xf0f0f0f0, 0x80808080, 0x6a;
+            prmt.b32 a, lo, 0x64646464, 0x4140;
+            prmt.b32 b, lo, 0x64646464, 0x4342;
+            prmt.b32 c, hi, 0x64646464, 0x4140;
+            prmt.b32 d, hi, 0x64646464, 0x4342;
+            mov.b32 eighth, 0x30003000;
+            mov.b32 bias, 0xd808d808;
+            mov.b32 fine, 0x20002000;
+            mov.b32 fine_bias, 0xc880c880;
+            fma.rn.f16x2 $0, a, eighth, bias;
+            fma.rn.f16x2 $1, b, eighth, bias;
+            fma.rn.f16x2 $2, c, fine, fine_bias;
+            fma.rn.f16x2 $3, d, fine, fine_bias;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )

@@ -1,0 +1,97 @@
+"""Attention of many rows of a sequence: tiles of tokens x query heads over all their keys."""
+
+import triton
+import triton.language as tl
+
+from lean.kernels.triton.attention import attend_ranges, load_query
+from lean.kernels.triton.common import HEADROOM, LOG2E, load_float, rotate, store_float, unhalve
+
+
+@triton.jit
+def sequence_of_tile(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
+    """(sequence, its first tile): tiles of TOKENS tokens, of which sequence s begins with number start // TOKENS + s."""
+    seq = -1
+    for first in range(0, num_seqs, 128):
+        s = first + tl.arange(0, 128)
+        starts = tl.load(query_start_loc + s, mask=s < num_seqs, other=0)
+        seq += tl.sum(((s < num_seqs) & (starts // TOKENS + s <= tile)).to(tl.int32), axis=0)
+    return seq, tl.load(query_start_loc + seq) // TOKENS + seq
+
+
+@triton.jit
+def prefill(
+    query, query_sink, out, query_start_loc, seq_lens, sink_logits, num_seqs,
+    query_stride, query_head_stride, sink_stride, sink_head_stride,
+    table, table_stride, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset,
+    exact_table, exact_table_stride, exact_base, exact_block_stride,
+    exact_k_scales_offset, exact_v_codes_offset, exact_v_scales_offset,
+    scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
+    Q_BF16: tl.constexpr, SINKS_BF16: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FORMATS: tl.constexpr, EXACT_FORMATS: tl.constexpr, DIMS: tl.constexpr, RULE: tl.constexpr,
+    K_ROTATION: tl.constexpr, V_ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    EXACT_TILE: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr,
+    SKIP_SINGLE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS // GROUP_SIZE tokens of one sequence with the query heads of one KV head. Grid (tiles, kv heads).
+
+    SKIP_SINGLE_ROWS: sequences of one row are left to `decode`.
+    """
+    K_DIM: tl.constexpr = DIMS[0]
+    V_DIM: tl.constexpr = DIMS[1]
+    K_PADDED: tl.constexpr = DIMS[2]
+    V_PADDED: tl.constexpr = DIMS[3]
+    V_HALVES: tl.constexpr = DIMS[5]
+    TOKENS: tl.constexpr = ROWS // GROUP_SIZE
+    seq, first_tile = sequence_of_tile(query_start_loc, num_seqs, tl.program_id(0), TOKENS)
+    begin = tl.load(query_start_loc + seq)
+    end = tl.load(query_start_loc + 1 + seq)
+    first_row = begin + (tl.program_id(0) - first_tile) * TOKENS
+    if first_row >= end or (SKIP_SINGLE_ROWS and end == begin + 1):
+        return
+    kv_head = tl.program_id(1)
+    r = tl.arange(0, ROWS)
+    row = first_row + r // GROUP_SIZE
+    row_mask = (r < TOKENS * GROUP_SIZE) & (row < end)
+    head = kv_head * GROUP_SIZE + r % GROUP_SIZE
+    first_position = tl.load(seq_lens + seq) - (end - first_row)
+    last_position = first_position + tl.minimum(end - first_row, TOKENS) - 1
+    positions = tl.minimum(first_position + r // GROUP_SIZE, last_position)
+    q = load_query(
+        query, row.to(tl.int64) * query_stride + head * query_head_stride, row_mask,
+        K_DIM, K_PADDED, ROWS, Q_BF16, K_ROTATION,
+    )  # fmt: skip
+    q_sink = q
+    if RULE[1]:
+        q_sink = load_query(
+            query_sink, row.to(tl.int64) * sink_stride + head * sink_head_stride, row_mask,
+            K_DIM, K_PADDED, ROWS, Q_BF16, K_ROTATION,
+        )  # fmt: skip
+    main = (table + seq.to(tl.int64) * table_stride, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset)
+    exact = (
+        exact_table + seq.to(tl.int64) * exact_table_stride, exact_base, exact_block_stride,
+        exact_k_scales_offset, exact_v_codes_offset, exact_v_scales_offset,
+    )  # fmt: skip
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc0 = tl.zeros([ROWS, V_PADDED // V_HALVES], tl.float32)
+    acc1 = tl.zeros([ROWS, V_PADDED // V_HALVES if V_HALVES == 2 else 1], tl.float32)
+    m, l, acc0, acc1 = attend_ranges(
+        m, l, acc0, acc1, q, q_sink, positions, first_position, last_position, 0, 1 << 30, main, exact, kv_head,
+        scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
+        FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, True, True, True,
+    )  # fmt: skip
+    if HAS_SINK_LOGITS:
+        logit = load_float(sink_logits, head, row_mask, SINKS_BF16) * LOG2E
+        top = tl.maximum(m, logit)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        kept = tl.exp2(m - top)
+        l = l * kept + tl.exp2(logit - top + HEADROOM)
+        acc0 = acc0 * kept[:, None]
+        acc1 = acc1 * kept[:, None]
+    weight = 1.0 / tl.where(l == 0, 1.0, l)
+    x = unhalve(acc0, acc1, ROWS, V_PADDED, V_HALVES) * weight[:, None]
+    x = rotate(x, ROWS, V_PADDED, V_ROTATION)
+    columns = tl.arange(0, V_PADDED)
+    offsets = (row.to(tl.int64) * NUM_KV_HEADS * GROUP_SIZE + head)[:, None] * V_DIM + columns[None, :]
+    store_float(out, offsets, x, row_mask[:, None] & (columns < V_DIM)[None, :], Q_BF16)
