@@ -4,7 +4,10 @@ The ops take a pool's one uint8 arena, a byte offset and format numbers, so that
 tensor and no typed views. The torch reference serves every device that has no faster back end.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,6 +28,28 @@ _LIBRARY.define(
     "int k_format, int v_format, int exact_k_format, int exact_v_format, float scale, float softcap, "
     "int window, int num_sink_tokens, int residual_length, int num_exact_sinks) -> Tensor"
 )
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _on_gpu(name: str) -> Callable[..., Any]:
+    """The op ``name`` on CUDA and HIP; Triton is imported when the first tensor arrives."""
+
+    def call(*args: Any) -> Any:
+        if reference.is_wanted() or not _has_triton():
+            return getattr(reference, name)(*args)
+        from lean.kernels.triton import backend
+
+        return getattr(backend, name)(*args)
+
+    return call
+
+
+for _name in ("kv_write", "paged_attention"):
+    _LIBRARY.impl(_name, _on_gpu(_name), "CUDA")
 _LIBRARY.impl("kv_write", reference.kv_write, "CompositeExplicitAutograd")
 _LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
 _LIBRARY.impl("kv_write", cpu.kv_write, "CPU")
@@ -47,7 +72,8 @@ def backend(device: torch.device) -> str:
     """Name of the kernels that serve ``device``; ``LEAN_KERNELS=reference`` asks for the torch reference."""
     if device.type == "cpu":
         return cpu.describe()
-    reference.is_wanted()
+    if not reference.is_wanted() and device.type == "cuda" and _has_triton():
+        return "Triton"
     return f"torch reference ({device.type})"
 
 

@@ -22,8 +22,10 @@ from lean.kernels.triton.common import (
     INT8,
     LOG2E,
     dim_of,
+    exp2,
     halves,
     load_float,
+    log2_above,
     rotate,
     unit_of,
     widen_fp8,
@@ -81,7 +83,7 @@ def load_where(ptr, mask, MASKED: tl.constexpr):
 @triton.jit
 def load_half(
     codes, rows, stored, HALF: tl.constexpr, HALVES: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
-    DIM: tl.constexpr, PADDED: tl.constexpr, WIDEN: tl.constexpr, ONLY_STORED: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, WIDEN: tl.constexpr, ONLY_STORED: tl.constexpr, PURE: tl.constexpr,
 ):  # fmt: skip
     """[TILE, PADDED / HALVES] elements of the keys whose codes begin at byte offsets ``rows`` [TILE]; not for int4."""
     columns = tl.arange(0, PADDED // HALVES)
@@ -92,9 +94,9 @@ def load_half(
         mask = stored[:, None] & mask
     start = codes + rows
     if FORMAT == INT8:
-        x = widen_int8(load_where(start[:, None] + dims[None, :], mask, MASKED), WIDEN)
+        x = widen_int8(load_where(start[:, None] + dims[None, :], mask, MASKED), WIDEN, PURE)
     elif FORMAT == FP8:
-        x = widen_fp8(load_where(start[:, None] + dims[None, :], mask, MASKED), WIDEN)
+        x = widen_fp8(load_where(start[:, None] + dims[None, :], mask, MASKED), WIDEN, PURE)
     elif FORMAT == FP16:
         x = load_where(start.to(tl.pointer_type(tl.float16))[:, None] + dims[None, :], mask, MASKED)
     elif FORMAT == BF16:
@@ -107,9 +109,9 @@ def load_half(
 @triton.jit
 def load_int4(
     codes, scales, rows, scale_rows, stored, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    COMPUTE: tl.constexpr, WIDEN: tl.constexpr,
+    COMPUTE: tl.constexpr, WIDEN: tl.constexpr, PURE: tl.constexpr,
 ):  # fmt: skip
-    """Both halves, [TILE, PADDED / 2] each, of code/8 x scale, rounded to fp16 once; zeros where nothing is stored.
+    """Both halves, [TILE, PADDED / 2] each, of code/8 x scale, rounded to COMPUTE once; zeros where nothing is stored.
 
     The product never overflows, since |code/8| <= 1, and its rounding is 2^-11 of a vector's largest element at most:
     no more than that of the query or of the weights. One dot over all groups then serves, instead of one per group.
@@ -124,19 +126,34 @@ def load_int4(
     )
     ptr = codes + rows[:, None] + columns[None, :]
     packed = load_where(ptr, (columns < DIM // 2)[None, :], PADDED != DIM)
-    low, high = widen_int4(packed, WIDEN)
-    low, high = low * scale, high * scale
+    low, high = widen_int4(packed, WIDEN, PURE)
     if COMPUTE == FP32:
-        return low.to(tl.float32), high.to(tl.float32)
+        return low.to(tl.float32) * scale.to(tl.float32), high.to(tl.float32) * scale.to(tl.float32)
     else:
-        return low, high
+        return low * scale, high * scale
+
+
+@triton.jit
+def load_scales(scales, table, block_stride, start, first, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """fp32 [TILE], one scale per key; 1 for keys outside first .. end.
+
+    Read two at a time, since 4 bytes are the least that an asynchronous copy moves.
+    """
+    j = start + 2 * tl.arange(0, TILE // 2)
+    stored = (j + 1 >= first) & (j < end)
+    block = tl.load(table + j // BLOCK_SIZE, mask=stored, other=0).to(tl.int64) * block_stride
+    pairs = tl.load((scales + (block + j % BLOCK_SIZE * 2)).to(tl.pointer_type(tl.int32)), mask=stored, other=0)
+    pair = tl.join((pairs & 0xFFFF).to(tl.int16), (pairs >> 16).to(tl.int16))
+    scale = tl.reshape(pair, [TILE]).to(tl.float16, bitcast=True).to(tl.float32)
+    j = start + tl.arange(0, TILE)
+    return tl.where((j >= first) & (j < end), scale, 1.0)
 
 
 @triton.jit
 def attend(
     m, l, acc0, acc1, query, positions, first_position, last_position, lo, hi, near, far, pool, kv_head, softcap,
     FORMATS: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    WIDEN: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDEN: tl.constexpr, SOFTCAP: tl.constexpr, ONE_POSITION: tl.constexpr,
 ):  # fmt: skip
     """Add the keys j in lo .. hi with near <= position - j < far to every row's state.
 
@@ -184,45 +201,46 @@ def attend(
         if K_FORMAT == INT4:
             k0, k1 = load_int4(
                 k_codes, k_scales, block + slot * K_BYTES, block + slot * K_SCALE_BYTES, stored,
-                K_DIM, K_PADDED, TILE, K_COMPUTE, WIDEN,
+                K_DIM, K_PADDED, TILE, K_COMPUTE, WIDEN, True,
             )  # fmt: skip
         else:
             k0 = load_half(
                 k_codes, block + slot * K_BYTES, stored, 0, K_HALVES, K_FORMAT, K_COMPUTE,
-                K_DIM, K_PADDED, WIDEN, False,
+                K_DIM, K_PADDED, WIDEN, False, True,
             )  # fmt: skip
             k1 = k0
             if K_HALVES == 2:
                 k1 = load_half(
                     k_codes, block + slot * K_BYTES, stored, 1, K_HALVES, K_FORMAT, K_COMPUTE,
-                    K_DIM, K_PADDED, WIDEN, False,
+                    K_DIM, K_PADDED, WIDEN, False, True,
                 )  # fmt: skip
         s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         if K_HALVES == 2:
             s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
-        if K_COMPUTE == BF16:
+        if K_COMPUTE == BF16 and DIMS[6]:
             s = tl.dot(rest0, tl.trans(k0), s)
             if K_HALVES == 2:
                 s = tl.dot(rest1, tl.trans(k1), s)
         if K_VECTOR_SCALE:
-            k_scale_ptr = (k_scales + (block + slot * 2)).to(tl.pointer_type(tl.float16))
-            s = s * tl.load(k_scale_ptr, mask=stored, other=1.0).to(tl.float32)[None, :]
+            s = s * load_scales(k_scales, table, block_stride, start, first, end, BLOCK_SIZE, TILE)[None, :]
         s = s * score_factor[:, None]
         if SOFTCAP:
             # softcap x tanh(s / softcap), only then in log2 units.
             s = (softcap * LOG2E) * (1 - 2 / (tl.exp2(s * (2 * LOG2E / softcap)) + 1))
-        distance = positions[:, None] - j[None, :]
-        s = tl.where((distance >= near) & (distance < far) & stored[None, :], s, float("-inf"))
+        if ONE_POSITION:
+            s = tl.where(stored[None, :], s, float("-inf"))
+        else:
+            distance = positions[:, None] - j[None, :]
+            s = tl.where((distance >= near) & (distance < far) & stored[None, :], s, float("-inf"))
         if V_VECTOR_SCALE:
-            v_scale_ptr = (v_scales + (block + slot * 2)).to(tl.pointer_type(tl.float16))
-            v_scale = tl.load(v_scale_ptr, mask=stored, other=1.0).to(tl.float32)
-            new_m = tl.maximum(m, tl.max(s + tl.log2(v_scale)[None, :], axis=1))
+            v_scale = load_scales(v_scales, table, block_stride, start, first, end, BLOCK_SIZE, TILE)
+            new_m = tl.maximum(m, tl.max(s + log2_above(v_scale)[None, :], axis=1))
         else:
             new_m = tl.maximum(m, tl.max(s, axis=1))
         # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights exact zeros, not NaN.
         top = tl.where(new_m == float("-inf"), 0.0, new_m)
-        kept = tl.exp2(m - top)
-        p = tl.exp2(s - (top - HEADROOM)[:, None])
+        kept = exp2(m - top, WIDEN)
+        p = exp2(s - (top - HEADROOM)[:, None], WIDEN)
         l = l * kept + tl.sum(p, axis=1)
         m = new_m
         if V_VECTOR_SCALE:
@@ -231,18 +249,18 @@ def attend(
         if V_FORMAT == INT4:
             v0, v1 = load_int4(
                 v_codes, v_scales, block + slot * V_BYTES, block + slot * V_SCALE_BYTES, stored,
-                V_DIM, V_PADDED, TILE, V_COMPUTE, WIDEN,
+                V_DIM, V_PADDED, TILE, V_COMPUTE, WIDEN, False,
             )  # fmt: skip
         else:
             v0 = load_half(
                 v_codes, block + slot * V_BYTES, stored, 0, V_HALVES, V_FORMAT, V_COMPUTE,
-                V_DIM, V_PADDED, WIDEN, V_MASK,
+                V_DIM, V_PADDED, WIDEN, V_MASK, False,
             )  # fmt: skip
             v1 = v0
             if V_HALVES == 2:
                 v1 = load_half(
                     v_codes, block + slot * V_BYTES, stored, 1, V_HALVES, V_FORMAT, V_COMPUTE,
-                    V_DIM, V_PADDED, WIDEN, V_MASK,
+                    V_DIM, V_PADDED, WIDEN, V_MASK, False,
                 )  # fmt: skip
         weights = p.to(v0.dtype)
         acc0 = tl.dot(weights, v0, acc0, input_precision="ieee")
@@ -257,7 +275,7 @@ def attend_ranges(
     scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
     FORMATS: tl.constexpr, EXACT_FORMATS: tl.constexpr, DIMS: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, EXACT_TILE: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-    SINKS: tl.constexpr, MAIN: tl.constexpr, EXACT: tl.constexpr,
+    ONE_POSITION: tl.constexpr, SINKS: tl.constexpr, MAIN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The ranges of a row, in the reference's order: SINKS, read with their own query; MAIN, the quantized keys in
     main_lo .. main_hi inside the window; EXACT, the exact pool's.
@@ -280,20 +298,20 @@ def attend_ranges(
             m, l, acc0, acc1 = attend(
                 m, l, acc0, acc1, query, positions, first_position, last_position,
                 num_exact_sinks, num_sink_tokens, residual_length, anywhere, main, kv_head, softcap,
-                FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP,
+                FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
             )  # fmt: skip
         if HAS_RESIDUAL:
             query = query_for(q_sink, scale, EXACT_FORMATS[2], ROWS, DIMS[2], DIMS[4])
             m, l, acc0, acc1 = attend(
                 m, l, acc0, acc1, query, positions, first_position, last_position,
                 0, tl.minimum(num_sink_tokens, num_exact_sinks), 0, anywhere, exact, kv_head, softcap,
-                EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP,
+                EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
             )  # fmt: skip
             if SINKS_IN_MAIN:  # sinks that are exact only while the residual reaches them
                 m, l, acc0, acc1 = attend(
                     m, l, acc0, acc1, query, positions, first_position, last_position,
                     num_exact_sinks, num_sink_tokens, 0, residual_length, exact, kv_head, softcap,
-                    EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP,
+                    EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
                 )  # fmt: skip
     if MAIN:
         query = query_for(q, scale, FORMATS[2], ROWS, DIMS[2], DIMS[4])
@@ -301,18 +319,18 @@ def attend_ranges(
             m, l, acc0, acc1, query, positions, first_position, last_position,
             tl.maximum(main_lo, tl.maximum(num_sink_tokens, num_exact_sinks)), main_hi, residual_length, far,
             main, kv_head, softcap,
-            FORMATS, DIMS, BLOCK_SIZE, TILE, STAGES, WIDEN, SOFTCAP,
+            FORMATS, DIMS, BLOCK_SIZE, TILE, STAGES, WIDEN, SOFTCAP, ONE_POSITION,
         )  # fmt: skip
     if EXACT and HAS_RESIDUAL:
         query = query_for(q, scale, EXACT_FORMATS[2], ROWS, DIMS[2], DIMS[4])
         m, l, acc0, acc1 = attend(  # exact sinks that the residual no longer reaches
             m, l, acc0, acc1, query, positions, first_position, last_position,
             num_sink_tokens, num_exact_sinks, residual_length, far, exact, kv_head, softcap,
-            EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP,
+            EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
         )  # fmt: skip
         m, l, acc0, acc1 = attend(
             m, l, acc0, acc1, query, positions, first_position, last_position,
             num_sink_tokens, anywhere, 0, tl.minimum(residual_length, far), exact, kv_head, softcap,
-            EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 2, WIDEN, SOFTCAP,
+            EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 2, WIDEN, SOFTCAP, ONE_POSITION,
         )  # fmt: skip
     return m, l, acc0, acc1

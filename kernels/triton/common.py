@@ -116,34 +116,51 @@ def unit_of(FORMAT: tl.constexpr, WIDEN: tl.constexpr):
         return 1.0
 
 
+INT8_PTX = tl.constexpr("""
+{
+.reg .b32 u, lo, hi, bias;
+xor.b32 u, $2, 0x80808080;
+prmt.b32 lo, u, 0x64646464, 0x4140;
+prmt.b32 hi, u, 0x64646464, 0x4342;
+mov.b32 bias, 0x64806480;
+sub.f16x2 $0, lo, bias;
+sub.f16x2 $1, hi, bias;
+}
+""")
+
+
 @triton.jit
-def widen_int8(codes, WIDEN: tl.constexpr):
+def widen_int8(codes, WIDEN: tl.constexpr, PURE: tl.constexpr):
     """uint8 two's complement -> fp16. Packed: code + 128 as the low mantissa byte of 1024, then minus 1152."""
     if WIDEN == PORTABLE:
         return codes.to(tl.int8, bitcast=True).to(tl.float16)
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 u, lo, hi, bias;
-            xor.b32 u, $2, 0x80808080;
-            prmt.b32 lo, u, 0x64646464, 0x4140;
-            prmt.b32 hi, u, 0x64646464, 0x4342;
-            mov.b32 bias, 0x64806480;
-            sub.f16x2 $0, lo, bias;
-            sub.f16x2 $1, hi, bias;
-            }
-            """,
+            INT8_PTX,
             "=r,=r,r",
             [codes],
             dtype=tl.float16,
-            is_pure=True,
+            is_pure=PURE,
             pack=4,
         )
 
 
+FP8_PTX = tl.constexpr("""
+{
+.reg .b32 high, low, t;
+shr.b32 t, $2, 1;
+and.b32 t, t, 0x3f3f3f3f;
+lop3.b32 high, $2, 0x80808080, t, 0xea;
+shl.b32 low, $2, 7;
+and.b32 low, low, 0x80808080;
+prmt.b32 $0, low, high, 0x5140;
+prmt.b32 $1, low, high, 0x7362;
+}
+""")
+
+
 @triton.jit
-def widen_fp8(codes, WIDEN: tl.constexpr):
+def widen_fp8(codes, WIDEN: tl.constexpr, PURE: tl.constexpr):
     """uint8 e4m3fn -> fp16 of value/256, or of value by the hardware.
 
     Packed: of all four codes at once, sign, exponent and two mantissa bits become an fp16's high byte, the last mantissa
@@ -156,28 +173,38 @@ def widen_fp8(codes, WIDEN: tl.constexpr):
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 high, low, t;
-            shr.b32 t, $2, 1;
-            and.b32 t, t, 0x3f3f3f3f;
-            lop3.b32 high, $2, 0x80808080, t, 0xea;
-            shl.b32 low, $2, 7;
-            and.b32 low, low, 0x80808080;
-            prmt.b32 $0, low, high, 0x5140;
-            prmt.b32 $1, low, high, 0x7362;
-            }
-            """,
+            FP8_PTX,
             "=r,=r,r",
             [codes],
             dtype=tl.float16,
-            is_pure=True,
+            is_pure=PURE,
             pack=4,
         )
 
 
+INT4_PTX = tl.constexpr("""
+{
+.reg .b32 lo, hi, a, b, c, d, eighth, bias, fine, fine_bias;
+lop3.b32 lo, $4, 0x0f0f0f0f, 0x08080808, 0x6a;
+lop3.b32 hi, $4, 0xf0f0f0f0, 0x80808080, 0x6a;
+prmt.b32 a, lo, 0x64646464, 0x4140;
+prmt.b32 b, lo, 0x64646464, 0x4342;
+prmt.b32 c, hi, 0x64646464, 0x4140;
+prmt.b32 d, hi, 0x64646464, 0x4342;
+mov.b32 eighth, 0x30003000;
+mov.b32 bias, 0xd808d808;
+mov.b32 fine, 0x20002000;
+mov.b32 fine_bias, 0xc880c880;
+fma.rn.f16x2 $0, a, eighth, bias;
+fma.rn.f16x2 $1, b, eighth, bias;
+fma.rn.f16x2 $2, c, fine, fine_bias;
+fma.rn.f16x2 $3, d, fine, fine_bias;
+}
+""")
+
+
 @triton.jit
-def widen_int4(codes, WIDEN: tl.constexpr):
+def widen_int4(codes, WIDEN: tl.constexpr, PURE: tl.constexpr):
     """uint8 with two nibbles -> (low, high) fp16 of code/8.
 
     Packed: code + 8 in the low bits of an fp16's mantissa, at 1024 or sixteenfold; one multiply-add takes bias and
@@ -189,28 +216,27 @@ def widen_int4(codes, WIDEN: tl.constexpr):
         return low, (signed >> 4).to(tl.float16) * 0.125
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 lo, hi, a, b, c, d, eighth, bias, fine, fine_bias;
-            lop3.b32 lo, $4, 0x0f0f0f0f, 0x08080808, 0x6a;
-            lop3.b32 hi, $4, 0xf0f0f0f0, 0x80808080, 0x6a;
-            prmt.b32 a, lo, 0x64646464, 0x4140;
-            prmt.b32 b, lo, 0x64646464, 0x4342;
-            prmt.b32 c, hi, 0x64646464, 0x4140;
-            prmt.b32 d, hi, 0x64646464, 0x4342;
-            mov.b32 eighth, 0x30003000;
-            mov.b32 bias, 0xd808d808;
-            mov.b32 fine, 0x20002000;
-            mov.b32 fine_bias, 0xc880c880;
-            fma.rn.f16x2 $0, a, eighth, bias;
-            fma.rn.f16x2 $1, b, eighth, bias;
-            fma.rn.f16x2 $2, c, fine, fine_bias;
-            fma.rn.f16x2 $3, d, fine, fine_bias;
-            }
-            """,
+            INT4_PTX,
             "=r,=r,=r,=r,r",
             [codes],
             dtype=(tl.float16, tl.float16),
-            is_pure=True,
+            is_pure=PURE,
             pack=4,
         )
+
+
+@triton.jit
+def exp2(x, WIDEN: tl.constexpr):
+    """2^x; results below 2^-126 may be 0, which spares the device two multiplications for each."""
+    if WIDEN == PORTABLE:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def log2_above(x):
+    """An integer e with x < 2^e <= 2x for normal x > 0, as fp32: all that a bound needs of log2."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)

@@ -101,7 +101,7 @@ def decode(
         m, l, acc0, acc1 = attend_ranges(
             m, l, acc0, acc1, q, q, positions, position, position, lo, lo + SPLIT, main, exact, kv_head,
             scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
-            FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, False, True, False,
+            FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, True, False, True, False,
         )  # fmt: skip
     elif EXTRA:
         q_sink = q
@@ -111,7 +111,7 @@ def decode(
         m, l, acc0, acc1 = attend_ranges(
             m, l, acc0, acc1, q, q_sink, positions, position, position, 0, 0, main, exact, kv_head,
             scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
-            FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, True, False, True,
+            FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, True, True, False, True,
         )  # fmt: skip
     tl.store(sums + first_out * 2, m, mask=row_mask)
     tl.store(sums + first_out * 2 + 1, l, mask=row_mask)

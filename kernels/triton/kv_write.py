@@ -12,9 +12,15 @@ ROUNDING = tl.constexpr(12582912.0)  # 1.5 x 2^23: adding and taking it away rou
 
 @triton.jit
 def scale_of(absmax, top):
-    """fp16 scale, clamped before it is used; NaN for vectors that are not finite."""
+    """The scale as fp32: rounded to fp16 and clamped before it is used."""
     scale = tl.div_rn(absmax, tl.full(absmax.shape, 0.0, tl.float32) + top).to(tl.float16).to(tl.float32)
     return tl.minimum(tl.maximum(scale, MIN_SCALE), MAX_SCALE)
+
+
+@triton.jit
+def scale_bits(scale, bad):
+    """int16 bits of the fp16 scale; of torch's NaN where a vector is not finite."""
+    return tl.where(bad, 0x7E00, scale.to(tl.float16).to(tl.int16, bitcast=True)).to(tl.int16)
 
 
 @triton.jit
@@ -69,9 +75,8 @@ def write_vectors(
         byte = tl.arange(0, PADDED // 2)
         tl.store(codes[:, None] + byte[None, :], packed, mask=mask[:, None] & (byte < DIM // 2)[None, :])
         group = tl.arange(0, GROUPS)
-        scale = tl.where(bad, float("nan"), scale).to(tl.float16)
         group_mask = mask[:, None] & (group < DIM // GROUP)[None, :]
-        tl.store(scales.to(tl.pointer_type(tl.float16))[:, None] + group[None, :], scale, mask=group_mask)
+        tl.store(scales.to(tl.pointer_type(tl.int16))[:, None] + group[None, :], scale_bits(scale, bad), mask=group_mask)
     else:
         y = rotate(x, ROWS, PADDED, ROTATION)
         absmax = tl.max(tl.abs(y), axis=1)
@@ -83,7 +88,7 @@ def write_vectors(
         else:
             q = e4m3_bits(tl.minimum(tl.maximum(z, -448.0), 448.0))
         tl.store(codes[:, None] + columns[None, :], (q & 255).to(tl.uint8), mask=full)
-        tl.store(scales.to(tl.pointer_type(tl.float16)), tl.where(bad, float("nan"), scale).to(tl.float16), mask=mask)
+        tl.store(scales.to(tl.pointer_type(tl.int16)), scale_bits(scale, bad), mask=mask)
 
 
 @triton.jit

@@ -150,7 +150,7 @@ def plan_kv_write(
         BLOCK_SIZE=block_size,
         ROWS=rows,
     )
-    return [Launch(kv_write, (-(-num_vectors // rows), 2), arguments, target.options(num_warps=4, num_stages=1))]
+    return [Launch(kv_write, (-(-num_vectors // rows), 2), arguments, target.options(num_warps=4, num_stages=1, fuse=False))]
 
 
 def plan_paged_attention(
@@ -207,7 +207,7 @@ def plan_paged_attention(
         has_residual,
         softcap > 0,
     )
-    halves = [2 if fmt.bits == 4 else 1 for fmt in (k, v)]
+    halves = [2 if fmt.bits == 4 else 1 for fmt in (k, v)]  # see `common.dim_of`
     exact_tables = block_tables if exact_block_tables is None else exact_block_tables
     exact_pool = arena if exact_arena is None else exact_arena
     common = dict(
@@ -245,7 +245,8 @@ def plan_paged_attention(
         NUM_KV_HEADS=num_kv_heads,
         FORMATS=_formats(layout, target, query.dtype),
         EXACT_FORMATS=_formats(exact_layout, target, query.dtype),
-        DIMS=(k_dim, v_dim, _padded(k_dim), _padded(v_dim), *halves),
+        # The last: whether rounding the query to bf16 leaves a remainder, as it does once it is rotated.
+        DIMS=(k_dim, v_dim, _padded(k_dim), _padded(v_dim), *halves, k.rotate or query.dtype is not torch.bfloat16),
         RULE=rule,
         K_ROTATION=_rotation(k, k_dim),
         BLOCK_SIZE=block_size,

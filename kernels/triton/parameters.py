@@ -25,14 +25,16 @@ class Target(NamedTuple):
         """Turing has no bf16 products, nor has the interpreter (numpy)."""
         return self.backend == "hip" or (self.backend == "cuda" and int(self.arch) >= 80)
 
-    def options(self, num_warps: int, num_stages: int) -> dict[str, Any]:
-        """Compile options of one launch."""
+    def options(self, num_warps: int, num_stages: int, fuse: bool = True) -> dict[str, Any]:
+        """Compile options of one launch; ``fuse``: multiply-adds may be contracted."""
         if self.backend == "hip":
             num_stages = min(num_stages, 2)  # LDS holds one tile beside the one that is read
-        return {"num_warps": num_warps, "num_stages": num_stages}
+        return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fuse}
 
 
 class DecodeParameters(NamedTuple):
+    """tile, exact_tile: keys per step in the main and in the exact pool; split: keys per part."""
+
     tile: int
     exact_tile: int
     split: int
@@ -41,6 +43,8 @@ class DecodeParameters(NamedTuple):
 
 
 class PrefillParameters(NamedTuple):
+    """rows: tokens x query heads of a program; the others as in `DecodeParameters`."""
+
     rows: int
     tile: int
     exact_tile: int
@@ -48,10 +52,48 @@ class PrefillParameters(NamedTuple):
     num_stages: int
 
 
+# Keys of a decode step x padded head_dim. A larger tile spreads what a step costs beside its bytes (addresses, the
+# rescaling of the accumulator, barriers) over more of them; the bound is that two programs fit into the shared memory of
+# a multiprocessor, where a step keeps one tile being read, one arriving, and V widened to fp16. 164 KiB and more: sm_80,
+# sm_90, sm_100. 100 KiB: sm_86, sm_89, sm_120. 64 KiB: sm_75, CDNA, RDNA.
+_ELEMENTS = {"large": 16384, "small": 8192}
+_LARGE = (80, 87, 90, 100, 103)
+
+
+def _elements(layout: KVLayout, wide: bool, target: Target) -> int:
+    size = "large" if target.backend == "cuda" and target.arch in _LARGE else "small"
+    return _ELEMENTS[size] // (4 if wide else 1)
+
+
+def _padded(layout: KVLayout) -> int:
+    return 1 << (max(layout.k_dim, layout.v_dim) - 1).bit_length()
+
+
+def _wide(layout: KVLayout, dtype: torch.dtype) -> bool:
+    """fp32 products: no matrix instructions, four times the bytes."""
+    return dtype is torch.float32 or any(f.name == "fp32" for f in (layout.k_format, layout.v_format))
+
+
 def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> DecodeParameters:
-    return DecodeParameters(64, 32, 512, 4, 3)
+    """Four warps share the keys of a tile in Q x K and the columns of V in P x V, so no warp reads what another does.
+
+    Three stages: the block table two steps ahead, K and V one, which with two or more programs a multiprocessor keeps
+    more bytes under way than any of the GPUs needs. 512 keys a part: 64 to 256 KiB, enough steps to hide the first one,
+    and 4,096 tokens of 8 KV heads still give 64 programs. Interpreted, tiles are small so that short tests have many.
+    """
+    if target.backend == "interpreter":
+        return DecodeParameters(tile=32, exact_tile=16, split=128, num_warps=4, num_stages=3)
+    padded, wide = _padded(layout), _wide(layout, dtype)
+    tile = max(16, min(128, _elements(layout, wide, target) // padded))
+    return DecodeParameters(tile, exact_tile=min(tile, 32), split=512, num_warps=4, num_stages=3)
 
 
 def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target: Target) -> PrefillParameters:
+    """64 rows, one warp for every 16: a row's softmax then stays inside a warp, and Q, P and the accumulator of
+    head_dim 128 fit into its registers. Keys as in decode, at most 64, since rows share the cost of a step here."""
     rows = max(64, 1 << (group - 1).bit_length())
-    return PrefillParameters(rows, 64, 32, 4, 2)
+    if target.backend == "interpreter":
+        return PrefillParameters(rows, tile=32, exact_tile=16, num_warps=4, num_stages=3)
+    padded, wide = _padded(layout), _wide(layout, dtype)
+    tile = max(16, min(64, _elements(layout, wide, target) // padded))
+    return PrefillParameters(rows, tile, exact_tile=min(tile, 32), num_warps=4 * (2 if padded > 128 else 1), num_stages=3)

@@ -79,7 +79,7 @@ def prefill(
     m, l, acc0, acc1 = attend_ranges(
         m, l, acc0, acc1, q, q_sink, positions, first_position, last_position, 0, 1 << 30, main, exact, kv_head,
         scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
-        FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, True, True, True,
+        FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, False, True, True, True,
     )  # fmt: skip
     if HAS_SINK_LOGITS:
         logit = load_float(sink_logits, head, row_mask, SINKS_BF16) * LOG2E
