@@ -54,12 +54,19 @@ def power_of_two_below(x):
 
 
 @triton.jit
-def query_for(q, scale, COMPUTE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, HALVES: tl.constexpr):
-    """q fp32 [ROWS, PADDED] as operands of dtype COMPUTE: (first, second half, their remainders, factor [ROWS]).
+def query_for(
+    rows, scale, COMPUTE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, IS_BF16: tl.constexpr,
+    ROTATION: tl.constexpr,
+):  # fmt: skip
+    """Query rows as operands of dtype COMPUTE: (first, second half, their remainders, factor [ROWS]).
 
     fp16: each row is scaled to a largest element in [1, 2), so that bf16's range fits. bf16: what rounding takes from
     the (rotated) query is a second operand.
     """
+    PADDED: tl.constexpr = DIMS[2]
+    HALVES: tl.constexpr = DIMS[4]
+    ptr, offsets, row_mask = rows
+    q = load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION)
     if COMPUTE == FP16:
         down, factor = power_of_two_below(tl.max(tl.abs(q), axis=1))
         a, b = halves((q * down[:, None]).to(tl.float16), ROWS, PADDED, HALVES)
@@ -275,12 +282,14 @@ def attend_ranges(
     scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
     FORMATS: tl.constexpr, EXACT_FORMATS: tl.constexpr, DIMS: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, EXACT_TILE: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-    ONE_POSITION: tl.constexpr, SINKS: tl.constexpr, MAIN: tl.constexpr, EXACT: tl.constexpr,
+    ONE_POSITION: tl.constexpr, SINKS: tl.constexpr, MAIN: tl.constexpr, EXACT: tl.constexpr, Q_BF16: tl.constexpr,
+    K_ROTATION: tl.constexpr,
 ):  # fmt: skip
     """The ranges of a row, in the reference's order: SINKS, read with their own query; MAIN, the quantized keys in
     main_lo .. main_hi inside the window; EXACT, the exact pool's.
 
-    q, q_sink: fp32 [ROWS, K_PADDED] in the stored basis. scale: to log2 units, without softcap. RULE: which of window, sinks, sinks read
+    q, q_sink: (pointer, offsets, mask) of the query rows, which every range loads for itself: that holds fewer
+    registers than one copy for all. K_ROTATION turns them into the stored basis. scale: to log2 units, without softcap. RULE: which of window, sinks, sinks read
     from the main pool, residual, softcap there are.
     """
     HAS_WINDOW: tl.constexpr = RULE[0]
@@ -294,14 +303,14 @@ def attend_ranges(
         far = window
     if SINKS and HAS_SINKS:
         if SINKS_IN_MAIN:
-            query = query_for(q_sink, scale, FORMATS[2], ROWS, DIMS[2], DIMS[4])
+            query = query_for(q_sink, scale, FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
             m, l, acc0, acc1 = attend(
                 m, l, acc0, acc1, query, positions, first_position, last_position,
                 num_exact_sinks, num_sink_tokens, residual_length, anywhere, main, kv_head, softcap,
                 FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
             )  # fmt: skip
         if HAS_RESIDUAL:
-            query = query_for(q_sink, scale, EXACT_FORMATS[2], ROWS, DIMS[2], DIMS[4])
+            query = query_for(q_sink, scale, EXACT_FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
             m, l, acc0, acc1 = attend(
                 m, l, acc0, acc1, query, positions, first_position, last_position,
                 0, tl.minimum(num_sink_tokens, num_exact_sinks), 0, anywhere, exact, kv_head, softcap,
@@ -314,7 +323,7 @@ def attend_ranges(
                     EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
                 )  # fmt: skip
     if MAIN:
-        query = query_for(q, scale, FORMATS[2], ROWS, DIMS[2], DIMS[4])
+        query = query_for(q, scale, FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
         m, l, acc0, acc1 = attend(
             m, l, acc0, acc1, query, positions, first_position, last_position,
             tl.maximum(main_lo, tl.maximum(num_sink_tokens, num_exact_sinks)), main_hi, residual_length, far,
@@ -322,7 +331,7 @@ def attend_ranges(
             FORMATS, DIMS, BLOCK_SIZE, TILE, STAGES, WIDEN, SOFTCAP, ONE_POSITION,
         )  # fmt: skip
     if EXACT and HAS_RESIDUAL:
-        query = query_for(q, scale, EXACT_FORMATS[2], ROWS, DIMS[2], DIMS[4])
+        query = query_for(q, scale, EXACT_FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
         m, l, acc0, acc1 = attend(  # exact sinks that the residual no longer reaches
             m, l, acc0, acc1, query, positions, first_position, last_position,
             num_sink_tokens, num_exact_sinks, residual_length, far, exact, kv_head, softcap,

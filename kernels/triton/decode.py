@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lean.kernels.triton.attention import attend_ranges, load_query
+from lean.kernels.triton.attention import attend_ranges
 from lean.kernels.triton.common import HEADROOM, LOG2E, dim_of, load_float, rotate, store_float
 
 MERGE = tl.constexpr(16)  # parts that are merged at once
@@ -66,9 +66,7 @@ def decode(
     Grid (rows or sequences, kv heads, parts). parts: fp32 [programs, q_heads, num_parts, V_DIM], written where a part has
     keys; sums: fp32 [programs, q_heads, num_parts, 2], m and l of `attend`, -inf and 0 without keys.
     """
-    K_DIM: tl.constexpr = DIMS[0]
     V_DIM: tl.constexpr = DIMS[1]
-    K_PADDED: tl.constexpr = DIMS[2]
     V_PADDED: tl.constexpr = DIMS[3]
     V_HALVES: tl.constexpr = DIMS[5]
     row, seq, position, ours = locate(query_start_loc, seq_lens, num_seqs, first_row, EVERY_ROW)
@@ -90,8 +88,8 @@ def decode(
         tl.store(sums + first_out * 2 + 1, l, mask=row_mask)
         return
     positions = tl.zeros([ROWS], tl.int32) + position
-    offsets = row.to(tl.int64) * query_stride + head * query_head_stride
-    q = load_query(query, offsets, row_mask, K_DIM, K_PADDED, ROWS, Q_BF16, K_ROTATION)
+    q = query, row.to(tl.int64) * query_stride + head * query_head_stride, row_mask
+    q_sink = query_sink, row.to(tl.int64) * sink_stride + head * sink_head_stride, row_mask
     main = (table + seq.to(tl.int64) * table_stride, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset)
     exact = (
         exact_table + seq.to(tl.int64) * exact_table_stride, exact_base, exact_block_stride,
@@ -99,19 +97,17 @@ def decode(
     )  # fmt: skip
     if part >= EXTRA:
         m, l, acc0, acc1 = attend_ranges(
-            m, l, acc0, acc1, q, q, positions, position, position, lo, lo + SPLIT, main, exact, kv_head,
+            m, l, acc0, acc1, q, q_sink, positions, position, position, lo, lo + SPLIT, main, exact, kv_head,
             scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
-            FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, True, False, True, False,
+            FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN,
+            True, False, True, False, Q_BF16, K_ROTATION,
         )  # fmt: skip
     elif EXTRA:
-        q_sink = q
-        if RULE[1]:
-            offsets = row.to(tl.int64) * sink_stride + head * sink_head_stride
-            q_sink = load_query(query_sink, offsets, row_mask, K_DIM, K_PADDED, ROWS, Q_BF16, K_ROTATION)
         m, l, acc0, acc1 = attend_ranges(
             m, l, acc0, acc1, q, q_sink, positions, position, position, 0, 0, main, exact, kv_head,
             scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
-            FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, True, True, False, True,
+            FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN,
+            True, True, False, True, Q_BF16, K_ROTATION,
         )  # fmt: skip
     tl.store(sums + first_out * 2, m, mask=row_mask)
     tl.store(sums + first_out * 2 + 1, l, mask=row_mask)

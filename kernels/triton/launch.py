@@ -14,7 +14,7 @@ from lean.kernels.triton.common import FORMAT_CODES
 from lean.kernels.triton.decode import decode, merge
 from lean.kernels.triton.kv_write import kv_write
 from lean.kernels.triton.parameters import DecodeParameters, Target, decode_parameters, prefill_parameters
-from lean.kernels.triton.prefill import prefill
+from lean.kernels.triton.prefill import prefill, turn_query
 from lean.quant import KVFormat
 from lean.quant.rotation import rotation_size
 
@@ -266,8 +266,11 @@ def plan_paged_attention(
     if not every_row:
         tuned = prefill_parameters(layout, query.dtype, group, target)
         tokens = tuned.rows // group
-        arguments = common | ending | dict(
+        turned, turns = _plan_turns(query, query_sink, k, target)
+        launches += turns
+        arguments = common | ending | turned | dict(
             out=_bits(out),
+            OUT_BF16=out.dtype is torch.bfloat16,
             ROWS=tuned.rows,
             TILE=tuned.tile,
             EXACT_TILE=tuned.exact_tile,
@@ -277,8 +280,43 @@ def plan_paged_attention(
         )
         options = target.options(num_warps=tuned.num_warps, num_stages=tuned.num_stages)
         grid = num_rows // tokens + num_seqs, num_kv_heads
+        del arguments["K_ROTATION"]
         launches.append(Launch(prefill, grid, arguments, options))
     return out, launches
+
+
+def _plan_turns(
+    query: torch.Tensor, query_sink: torch.Tensor, k_format: KVFormat, target: Target
+) -> tuple[dict[str, Any], list[Launch]]:
+    """The arguments of `prefill` that are a query in the stored basis, and the launches that turn it."""
+    if not k_format.rotate:
+        return {}, []
+    arguments: dict[str, Any] = {"Q_BF16": False}
+    launches: list[Launch] = []
+    num_rows, num_q_heads, dim = query.shape
+    rows = max(1, 2048 // _padded(dim))
+    for prefix, name, x in (("query", "query", query), ("sink", "query_sink", query_sink)):
+        if prefix == "sink" and x is query:
+            turned = arguments["query"]
+        else:
+            turned = x.new_empty(x.shape, dtype=torch.float32)
+            own = dict(
+                query=_bits(x),
+                out=turned,
+                num_rows=num_rows,
+                query_stride=x.stride(0),
+                query_head_stride=x.stride(1),
+                Q_BF16=x.dtype is torch.bfloat16,
+                NUM_Q_HEADS=num_q_heads,
+                DIM=dim,
+                PADDED=_padded(dim),
+                ROTATION=_rotation(k_format, dim),
+                ROWS=rows,
+            )
+            grid = (-(-num_rows * num_q_heads // rows),)
+            launches.append(Launch(turn_query, grid, own, target.options(num_warps=4, num_stages=1)))
+        arguments |= {name: turned, f"{prefix}_stride": turned.stride(0), f"{prefix}_head_stride": turned.stride(1)}
+    return arguments, launches
 
 
 def _plan_decode(

@@ -82,7 +82,7 @@ def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> D
     and 4,096 tokens of 8 KV heads still give 64 programs. Interpreted, tiles are small so that short tests have many.
     """
     if target.backend == "interpreter":
-        return DecodeParameters(tile=32, exact_tile=16, split=128, num_warps=4, num_stages=3)
+        return DecodeParameters(tile=64, exact_tile=32, split=256, num_warps=4, num_stages=3)
     padded, wide = _padded(layout), _wide(layout, dtype)
     tile = max(16, min(128, _elements(layout, wide, target) // padded))
     return DecodeParameters(tile, exact_tile=min(tile, 32), split=512, num_warps=4, num_stages=3)
@@ -93,7 +93,7 @@ def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target:
     head_dim 128 fit into its registers. Keys as in decode, at most 64, since rows share the cost of a step here."""
     rows = max(64, 1 << (group - 1).bit_length())
     if target.backend == "interpreter":
-        return PrefillParameters(rows, tile=32, exact_tile=16, num_warps=4, num_stages=3)
+        return PrefillParameters(rows, tile=64, exact_tile=32, num_warps=4, num_stages=3)
     padded, wide = _padded(layout), _wide(layout, dtype)
     tile = max(16, min(64, _elements(layout, wide, target) // padded))
     return PrefillParameters(rows, tile, exact_tile=min(tile, 32), num_warps=4 * (2 if padded > 128 else 1), num_stages=3)

@@ -19,6 +19,27 @@ def sequence_of_tile(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def turn_query(
+    query, out, num_rows, query_stride, query_head_stride,
+    Q_BF16: tl.constexpr, NUM_Q_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROTATION: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """out: fp32 [rows, q_heads, DIM], the query in the stored basis. ROWS rows x heads a program.
+
+    `decode` turns its few rows itself; a tile of `prefill` would need more registers for it than for all that follows.
+    """
+    vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = (vector // NUM_Q_HEADS).to(tl.int64)
+    mask = row < num_rows
+    offsets = row * query_stride + vector % NUM_Q_HEADS * query_head_stride
+    x = load_query(query, offsets, mask, DIM, PADDED, ROWS, Q_BF16, ROTATION)
+    columns = tl.arange(0, PADDED)
+    tl.store(
+        out + vector.to(tl.int64)[:, None] * DIM + columns[None, :], x, mask=mask[:, None] & (columns < DIM)[None, :]
+    )
+
+
+@triton.jit
 def prefill(
     query, query_sink, out, query_start_loc, seq_lens, sink_logits, num_seqs,
     query_stride, query_head_stride, sink_stride, sink_head_stride,
@@ -26,20 +47,18 @@ def prefill(
     exact_table, exact_table_stride, exact_base, exact_block_stride,
     exact_k_scales_offset, exact_v_codes_offset, exact_v_scales_offset,
     scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
-    Q_BF16: tl.constexpr, SINKS_BF16: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    Q_BF16: tl.constexpr, OUT_BF16: tl.constexpr, SINKS_BF16: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     FORMATS: tl.constexpr, EXACT_FORMATS: tl.constexpr, DIMS: tl.constexpr, RULE: tl.constexpr,
-    K_ROTATION: tl.constexpr, V_ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    V_ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     EXACT_TILE: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr,
     SKIP_SINGLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS // GROUP_SIZE tokens of one sequence with the query heads of one KV head. Grid (tiles, kv heads).
 
-    SKIP_SINGLE_ROWS: sequences of one row are left to `decode`.
+    The query is in the stored basis. SKIP_SINGLE_ROWS: sequences of one row are left to `decode`.
     """
-    K_DIM: tl.constexpr = DIMS[0]
     V_DIM: tl.constexpr = DIMS[1]
-    K_PADDED: tl.constexpr = DIMS[2]
     V_PADDED: tl.constexpr = DIMS[3]
     V_HALVES: tl.constexpr = DIMS[5]
     TOKENS: tl.constexpr = ROWS // GROUP_SIZE
@@ -57,16 +76,8 @@ def prefill(
     first_position = tl.load(seq_lens + seq) - (end - first_row)
     last_position = first_position + tl.minimum(end - first_row, TOKENS) - 1
     positions = tl.minimum(first_position + r // GROUP_SIZE, last_position)
-    q = load_query(
-        query, row.to(tl.int64) * query_stride + head * query_head_stride, row_mask,
-        K_DIM, K_PADDED, ROWS, Q_BF16, K_ROTATION,
-    )  # fmt: skip
-    q_sink = q
-    if RULE[1]:
-        q_sink = load_query(
-            query_sink, row.to(tl.int64) * sink_stride + head * sink_head_stride, row_mask,
-            K_DIM, K_PADDED, ROWS, Q_BF16, K_ROTATION,
-        )  # fmt: skip
+    q = query, row.to(tl.int64) * query_stride + head * query_head_stride, row_mask
+    q_sink = query_sink, row.to(tl.int64) * sink_stride + head * sink_head_stride, row_mask
     main = (table + seq.to(tl.int64) * table_stride, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset)
     exact = (
         exact_table + seq.to(tl.int64) * exact_table_stride, exact_base, exact_block_stride,
@@ -80,6 +91,7 @@ def prefill(
         m, l, acc0, acc1, q, q_sink, positions, first_position, last_position, 0, 1 << 30, main, exact, kv_head,
         scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
         FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, False, True, True, True,
+        Q_BF16, (0, 1.0),
     )  # fmt: skip
     if HAS_SINK_LOGITS:
         logit = load_float(sink_logits, head, row_mask, SINKS_BF16) * LOG2E
@@ -94,4 +106,4 @@ def prefill(
     x = rotate(x, ROWS, V_PADDED, V_ROTATION)
     columns = tl.arange(0, V_PADDED)
     offsets = (row.to(tl.int64) * NUM_KV_HEADS * GROUP_SIZE + head)[:, None] * V_DIM + columns[None, :]
-    store_float(out, offsets, x, row_mask[:, None] & (columns < V_DIM)[None, :], Q_BF16)
+    store_float(out, offsets, x, row_mask[:, None] & (columns < V_DIM)[None, :], OUT_BF16)
