@@ -292,7 +292,7 @@ def test_a_launch_depends_on_shapes_alone() -> None:
                 0, 0, 16, 2, 64, *codes, 0.125, 0.0, 70, 4, 16, 4, TARGET, False,
             )  # fmt: skip
             assert out.shape == query.shape
-            assert [planned.kernel.__name__ for planned in launches] == ["decode", "merge", "turn_query", "prefill"][: 4 if rows > 4 else 2]
+            assert [planned.kernel.__name__ for planned in launches] == ["decode", "merge", "turn_query", "prefill", "merge"][: 5 if rows > 4 else 2]
 
 
 COUNT = 200

@@ -37,12 +37,12 @@ from lean.kernels.triton.common import (
 @triton.jit
 def load_query(
     ptr, offsets, row_mask, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, IS_BF16: tl.constexpr,
-    ROTATION: tl.constexpr,
+    ROTATION: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Query rows at ``offsets`` [ROWS] in the stored basis, fp32 [ROWS, PADDED]; padding is zeros."""
-    columns = tl.arange(0, PADDED)
-    mask = row_mask[:, None] & (columns < DIM)[None, :]
-    return rotate(load_float(ptr, offsets[:, None] + columns[None, :], mask, IS_BF16), ROWS, PADDED, ROTATION)
+    """Query rows at ``offsets`` [ROWS] in the stored basis, fp32 [ROWS, PADDED / HALVES]; padding is zeros."""
+    dims = dim_of(tl.arange(0, PADDED // HALVES), HALF, HALVES)
+    mask = row_mask[:, None] & (dims < DIM)[None, :]
+    return rotate(load_float(ptr, offsets[:, None] + dims[None, :], mask, IS_BF16), ROWS, PADDED, ROTATION)
 
 
 @triton.jit
@@ -66,18 +66,25 @@ def query_for(
     PADDED: tl.constexpr = DIMS[2]
     HALVES: tl.constexpr = DIMS[4]
     ptr, offsets, row_mask = rows
-    q = load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION)
+    if ROTATION[0] == 0:  # as it lies, each half for itself
+        a = load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 0, HALVES)
+        b = load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 1, HALVES) if HALVES == 2 else a
+    else:
+        a, b = halves(
+            load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 0, 1), ROWS, PADDED, HALVES
+        )
     if COMPUTE == FP16:
-        down, factor = power_of_two_below(tl.max(tl.abs(q), axis=1))
-        a, b = halves((q * down[:, None]).to(tl.float16), ROWS, PADDED, HALVES)
+        largest = tl.max(tl.abs(a), axis=1)
+        if HALVES == 2:
+            largest = tl.maximum(largest, tl.max(tl.abs(b), axis=1))
+        down, factor = power_of_two_below(largest)
+        a, b = (a * down[:, None]).to(tl.float16), (b * down[:, None]).to(tl.float16)
         return a, b, a, b, factor * scale
     elif COMPUTE == BF16:
-        rounded = q.to(tl.bfloat16)
-        a, b = halves(rounded, ROWS, PADDED, HALVES)
-        rest_a, rest_b = halves((q - rounded.to(tl.float32)).to(tl.bfloat16), ROWS, PADDED, HALVES)
-        return a, b, rest_a, rest_b, tl.full([ROWS], 1.0, tl.float32) * scale
+        high_a, high_b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        rest_a, rest_b = (a - high_a.to(tl.float32)).to(tl.bfloat16), (b - high_b.to(tl.float32)).to(tl.bfloat16)
+        return high_a, high_b, rest_a, rest_b, tl.full([ROWS], 1.0, tl.float32) * scale
     else:
-        a, b = halves(q, ROWS, PADDED, HALVES)
         return a, b, a, b, tl.full([ROWS], 1.0, tl.float32) * scale
 
 

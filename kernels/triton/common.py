@@ -95,17 +95,6 @@ def halves(x, ROWS: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
-def unhalve(low, high, ROWS: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr):
-    """Inverse of `halves`."""
-    if HALVES == 1:
-        return low
-    else:
-        low = tl.reshape(low, [ROWS, DIM // GROUP, HALF_GROUP])
-        high = tl.reshape(high, [ROWS, DIM // GROUP, HALF_GROUP])
-        return tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [ROWS, DIM])
-
-
-@triton.jit
 def unit_of(FORMAT: tl.constexpr, WIDEN: tl.constexpr):
     """What a decoded element must be multiplied by to be its number (times its scale)."""
     if FORMAT == INT4:

@@ -122,14 +122,17 @@ def merge(
     parts, sums, out, query_start_loc, seq_lens, sink_logits, num_seqs, first_row, num_parts, window, residual_length,
     Q_BF16: tl.constexpr, SINKS_BF16: tl.constexpr, NUM_Q_HEADS: tl.constexpr, V_DIM: tl.constexpr,
     V_PADDED: tl.constexpr, V_ROTATION: tl.constexpr, SPLIT: tl.constexpr, EXTRA: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr, EVERY_ROW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr, EVERY_ROW: tl.constexpr, OF_PREFILL: tl.constexpr,
 ):  # fmt: skip
     """The parts of one row and head as one, turned back into the model's basis. Grid (rows or sequences, q_heads).
 
     Parts are added sixteen at a time from the row's first on, so that how many the longest row has changes nothing.
-    Rows of no sequence become zeros.
+    With EVERY_ROW rows of no sequence become zeros. OF_PREFILL: the one part that `prefill` left of each of its rows.
     """
     row, seq, position, ours = locate(query_start_loc, seq_lens, num_seqs, first_row, EVERY_ROW)
+    if OF_PREFILL and ours:
+        if tl.load(query_start_loc + seq + 1) == tl.load(query_start_loc + seq) + 1:
+            return
     head = tl.program_id(1)
     columns = tl.arange(0, V_PADDED)
     out += row.to(tl.int64) * NUM_Q_HEADS * V_DIM + head * V_DIM
@@ -139,7 +142,9 @@ def merge(
         return
     last = position - residual_length
     live = EXTRA
-    if last >= 0:
+    if OF_PREFILL:
+        live = num_parts
+    elif last >= 0:
         live += tl.maximum(0, last // SPLIT - first_split(position, window, SPLIT, HAS_WINDOW) + 1)
     live = tl.minimum(live, num_parts)
     first = (tl.program_id(0).to(tl.int64) * NUM_Q_HEADS + head) * num_parts

@@ -259,8 +259,7 @@ def plan_paged_attention(
         V_ROTATION=_rotation(v, v_dim),
     )
     every_row = one_kernel or num_rows <= num_seqs
-    out_shape = num_rows, num_q_heads, v_dim
-    out = query.new_empty(out_shape) if every_row else query.new_zeros(out_shape)
+    out = query.new_empty(num_rows, num_q_heads, v_dim)
     chosen = decode_parameters(layout, query.dtype, target)
     launches = _plan_decode(out, common, ending, block_tables.shape[1] * block_size, chosen, target, every_row)
     if not every_row:
@@ -268,9 +267,10 @@ def plan_paged_attention(
         tokens = tuned.rows // group
         turned, turns = _plan_turns(query, query_sink, k, target)
         launches += turns
-        arguments = common | ending | turned | dict(
-            out=_bits(out),
-            OUT_BF16=out.dtype is torch.bfloat16,
+        parts = query.new_empty(num_rows, num_q_heads, v_dim, dtype=torch.float32)
+        sums = query.new_empty(num_rows, num_q_heads, 2, dtype=torch.float32)
+        shared = dict(parts=parts, sums=sums)
+        arguments = common | turned | shared | dict(
             ROWS=tuned.rows,
             TILE=tuned.tile,
             EXACT_TILE=tuned.exact_tile,
@@ -282,6 +282,8 @@ def plan_paged_attention(
         grid = num_rows // tokens + num_seqs, num_kv_heads
         del arguments["K_ROTATION"]
         launches.append(Launch(prefill, grid, arguments, options))
+        shared |= dict(num_parts=1, first_row=0, SPLIT=chosen.split, EXTRA=0, EVERY_ROW=True, OF_PREFILL=True)
+        launches.append(_plan_merge(out, common, ending | shared, num_rows, target))
     return out, launches
 
 
@@ -362,18 +364,25 @@ def _plan_decode(
         )
         options = target.options(num_warps=tuned.num_warps, num_stages=tuned.num_stages)
         launches.append(Launch(decode, (count, common["NUM_KV_HEADS"], num_parts), arguments, options))
-        arguments = ending | shared | dict(
-            out=_bits(out),
-            query_start_loc=common["query_start_loc"],
-            seq_lens=common["seq_lens"],
-            num_seqs=common["num_seqs"],
-            window=common["window"],
-            residual_length=common["residual_length"],
-            Q_BF16=common["Q_BF16"],
-            NUM_Q_HEADS=num_q_heads,
-            V_DIM=v_dim,
-            V_PADDED=_padded(v_dim),
-            HAS_WINDOW=has_window,
-        )
-        launches.append(Launch(merge, (count, num_q_heads), arguments, target.options(num_warps=4, num_stages=2)))
+        launches.append(_plan_merge(out, common, ending | shared | {"OF_PREFILL": False}, count, target))
     return launches
+
+
+def _plan_merge(
+    out: torch.Tensor, common: dict[str, Any], arguments: dict[str, Any], programs: int, target: Target
+) -> Launch:
+    _, num_q_heads, v_dim = out.shape
+    arguments = arguments | dict(
+        out=_bits(out),
+        query_start_loc=common["query_start_loc"],
+        seq_lens=common["seq_lens"],
+        num_seqs=common["num_seqs"],
+        window=common["window"],
+        residual_length=common["residual_length"],
+        Q_BF16=common["Q_BF16"],
+        NUM_Q_HEADS=num_q_heads,
+        V_DIM=v_dim,
+        V_PADDED=_padded(v_dim),
+        HAS_WINDOW=common["RULE"][0],
+    )
+    return Launch(merge, (programs, num_q_heads), arguments, target.options(num_warps=4, num_stages=2))

@@ -89,11 +89,13 @@ def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> D
 
 
 def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target: Target) -> PrefillParameters:
-    """64 rows, one warp for every 16: a row's softmax then stays inside a warp, and Q, P and the accumulator of
-    head_dim 128 fit into its registers. Keys as in decode, at most 64, since rows share the cost of a step here."""
-    rows = max(64, 1 << (group - 1).bit_length())
+    """64 rows, 32 from head_dim 192 on. Four warps, one for every 16 rows, whose softmax then stays inside a warp; eight
+    from head_dim 96 on, without which Q, P and the accumulator do not fit into the registers."""
+    padded, wide = _padded(layout), _wide(layout, dtype)
+    rows = max(64 if padded <= 128 else 32, 1 << (group - 1).bit_length())
     if target.backend == "interpreter":
         return PrefillParameters(rows, tile=64, exact_tile=32, num_warps=4, num_stages=3)
-    padded, wide = _padded(layout), _wide(layout, dtype)
-    tile = max(16, min(64, _elements(layout, wide, target) // padded))
-    return PrefillParameters(rows, tile, exact_tile=min(tile, 32), num_warps=4 * (2 if padded > 128 else 1), num_stages=3)
+    # Half the decode step: beside it lie the rows of Q and P. int4 widens low and high nibbles at once.
+    most = 32 if layout.k_format.bits == 4 and padded > 64 else 64
+    tile = max(16, min(most, _elements(layout, wide, target) // (2 * padded)))
+    return PrefillParameters(rows, tile, exact_tile=min(tile, 32), num_warps=8 if padded > 64 else 4, num_stages=3)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from lean.kernels.triton.attention import attend_ranges, load_query
-from lean.kernels.triton.common import HEADROOM, LOG2E, load_float, rotate, store_float, unhalve
+from lean.kernels.triton.common import dim_of
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def turn_query(
     row = (vector // NUM_Q_HEADS).to(tl.int64)
     mask = row < num_rows
     offsets = row * query_stride + vector % NUM_Q_HEADS * query_head_stride
-    x = load_query(query, offsets, mask, DIM, PADDED, ROWS, Q_BF16, ROTATION)
+    x = load_query(query, offsets, mask, DIM, PADDED, ROWS, Q_BF16, ROTATION, 0, 1)
     columns = tl.arange(0, PADDED)
     tl.store(
         out + vector.to(tl.int64)[:, None] * DIM + columns[None, :], x, mask=mask[:, None] & (columns < DIM)[None, :]
@@ -41,20 +41,21 @@ def turn_query(
 
 @triton.jit
 def prefill(
-    query, query_sink, out, query_start_loc, seq_lens, sink_logits, num_seqs,
+    query, query_sink, parts, sums, query_start_loc, seq_lens, num_seqs,
     query_stride, query_head_stride, sink_stride, sink_head_stride,
     table, table_stride, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset,
     exact_table, exact_table_stride, exact_base, exact_block_stride,
     exact_k_scales_offset, exact_v_codes_offset, exact_v_scales_offset,
     scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
-    Q_BF16: tl.constexpr, OUT_BF16: tl.constexpr, SINKS_BF16: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    Q_BF16: tl.constexpr, GROUP_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     FORMATS: tl.constexpr, EXACT_FORMATS: tl.constexpr, DIMS: tl.constexpr, RULE: tl.constexpr,
-    V_ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    EXACT_TILE: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr,
-    SKIP_SINGLE_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    EXACT_TILE: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, SKIP_SINGLE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS // GROUP_SIZE tokens of one sequence with the query heads of one KV head. Grid (tiles, kv heads).
+
+    parts: fp32 [rows, q_heads, V_DIM], sums: fp32 [rows, q_heads, 2], as of `decode` with one part, for `merge`.
 
     The query is in the stored basis. SKIP_SINGLE_ROWS: sequences of one row are left to `decode`.
     """
@@ -93,17 +94,10 @@ def prefill(
         FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, False, True, True, True,
         Q_BF16, (0, 1.0),
     )  # fmt: skip
-    if HAS_SINK_LOGITS:
-        logit = load_float(sink_logits, head, row_mask, SINKS_BF16) * LOG2E
-        top = tl.maximum(m, logit)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        kept = tl.exp2(m - top)
-        l = l * kept + tl.exp2(logit - top + HEADROOM)
-        acc0 = acc0 * kept[:, None]
-        acc1 = acc1 * kept[:, None]
-    weight = 1.0 / tl.where(l == 0, 1.0, l)
-    x = unhalve(acc0, acc1, ROWS, V_PADDED, V_HALVES) * weight[:, None]
-    x = rotate(x, ROWS, V_PADDED, V_ROTATION)
-    columns = tl.arange(0, V_PADDED)
-    offsets = (row.to(tl.int64) * NUM_KV_HEADS * GROUP_SIZE + head)[:, None] * V_DIM + columns[None, :]
-    store_float(out, offsets, x, row_mask[:, None] & (columns < V_DIM)[None, :], OUT_BF16)
+    vectors = row.to(tl.int64) * NUM_KV_HEADS * GROUP_SIZE + head
+    tl.store(sums + vectors * 2, m, mask=row_mask)
+    tl.store(sums + vectors * 2 + 1, l, mask=row_mask)
+    for half in tl.static_range(V_HALVES):
+        dims = dim_of(tl.arange(0, V_PADDED // V_HALVES), half, V_HALVES)
+        mask = row_mask[:, None] & (dims < V_DIM)[None, :]
+        tl.store(parts + vectors[:, None] * V_DIM + dims[None, :], acc0 if half == 0 else acc1, mask=mask)
