@@ -16,7 +16,6 @@ from lean.kernels.triton.common import (
     FP32,
     GROUP,
     HALF_GROUP,
-    HARDWARE,
     HEADROOM,
     INT4,
     INT8,
@@ -193,11 +192,11 @@ def attend(
     V_HALVES: tl.constexpr = DIMS[5]
     q0, q1, rest0, rest1, factor = query
     table, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset = pool
-    K_UNIT: tl.constexpr = unit_of(K_FORMAT, WIDEN)
-    V_UNIT: tl.constexpr = unit_of(V_FORMAT, WIDEN)
+    K_UNIT: tl.constexpr = unit_of(K_FORMAT)
+    V_UNIT: tl.constexpr = unit_of(V_FORMAT)
     K_VECTOR_SCALE: tl.constexpr = (K_FORMAT == INT8) or (K_FORMAT == FP8)
     V_VECTOR_SCALE: tl.constexpr = (V_FORMAT == INT8) or (V_FORMAT == FP8)
-    V_MASK: tl.constexpr = (V_FORMAT == FP32) or (V_FORMAT == FP16) or (V_FORMAT == BF16) or (WIDEN == HARDWARE)
+    V_MASK: tl.constexpr = (V_FORMAT == FP32) or (V_FORMAT == FP16) or (V_FORMAT == BF16)
     first = tl.maximum(lo, first_position - far + 1)
     end = tl.minimum(hi, last_position - near + 1)
     k_codes = base + kv_head * (BLOCK_SIZE * K_BYTES)

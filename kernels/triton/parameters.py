@@ -15,10 +15,8 @@ class Target(NamedTuple):
 
     @property
     def widen(self) -> int:
-        """How codes are widened, see `common`: hardware e4m3 is there from sm_89 on."""
-        if self.backend != "cuda":
-            return 0
-        return 2 if int(self.arch) >= 89 else 1
+        """`common.PACKED` where there is PTX, else `common.PORTABLE`."""
+        return int(self.backend == "cuda")
 
     @property
     def has_bf16(self) -> bool:
@@ -85,17 +83,22 @@ def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> D
         return DecodeParameters(tile=64, exact_tile=32, split=256, num_warps=4, num_stages=3)
     padded, wide = _padded(layout), _wide(layout, dtype)
     tile = max(16, min(128, _elements(layout, wide, target) // padded))
-    return DecodeParameters(tile, exact_tile=min(tile, 32), split=512, num_warps=4, num_stages=3)
+    exact_tile = 16 if padded > 64 else 32
+    return DecodeParameters(tile, exact_tile, split=512, num_warps=4, num_stages=3)
 
 
 def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target: Target) -> PrefillParameters:
-    """64 rows, 32 from head_dim 192 on. Four warps, one for every 16 rows, whose softmax then stays inside a warp; eight
-    from head_dim 96 on, without which Q, P and the accumulator do not fit into the registers."""
+    """64 rows and one warp for every 16, whose softmax then stays inside a warp. At head_dim 128 this no longer fits into
+    the registers: 8-bit and raw formats take eight warps, int4, which widens low and high nibbles at once, half the rows;
+    beyond, both. Keys as few as give every thread 16 bytes to load, since rows share the cost of a step here.
+    """
     padded, wide = _padded(layout), _wide(layout, dtype)
-    rows = max(64 if padded <= 128 else 32, 1 << (group - 1).bit_length())
+    four_bits = min(layout.k_format.bits, layout.v_format.bits) == 4
+    few_rows = padded > 128 or (padded > 64 and four_bits)
+    rows = max(32 if few_rows else 64, 1 << (group - 1).bit_length())
     if target.backend == "interpreter":
         return PrefillParameters(rows, tile=64, exact_tile=32, num_warps=4, num_stages=3)
-    # Half the decode step: beside it lie the rows of Q and P. int4 widens low and high nibbles at once.
-    most = 32 if layout.k_format.bits == 4 and padded > 64 else 64
-    tile = max(16, min(most, _elements(layout, wide, target) // (2 * padded)))
-    return PrefillParameters(rows, tile, exact_tile=min(tile, 32), num_warps=8 if padded > 64 else 4, num_stages=3)
+    tile = 64 if padded <= 64 or (padded <= 128 and four_bits) else 32
+    num_warps = 8 if padded > (128 if four_bits else 64) else 4
+    exact_tile = 16 if padded > 64 else 32
+    return PrefillParameters(rows, 16 if wide else tile, exact_tile, num_warps, num_stages=3)
