@@ -7,7 +7,7 @@ MODEL ?= smollm2-135m
 PROMPT ?= Explain in two sentences why the sky is blue.
 
 .NOTPARALLEL:
-.PHONY: demo test test-slow lint bench fidelity clean
+.PHONY: demo test test-slow lint bench fidelity kernels clean
 
 demo: .venv/.installed
 	$(BIN)/lean run $(MODEL) "$(PROMPT)"
@@ -28,6 +28,12 @@ bench: .venv/.installed
 
 fidelity: .venv/.installed
 	$(BIN)/python -P -m lean.eval.fidelity $(MODEL)
+
+KERNELS := $(BIN)/python -P -m lean.kernels.report --jobs 2 --head-dim 64 128 256
+NVIDIA := sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120
+
+kernels: .venv/.installed-dev
+	$(KERNELS) --target $(NVIDIA) gfx90a gfx942 gfx1100 --kernel decode prefill kv_write
 
 clean:
 	rm -rf .venv build dist *.egg-info

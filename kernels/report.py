@@ -36,7 +36,15 @@ GPUS = {
     "RTX 4090": (1.008e12, 128, 2.52e9),
 }
 # Registers, bytes of shared memory and warps of a multiprocessor, for the resident warps.
-_MULTIPROCESSORS = {75: (64, 32), 80: (164, 64), 86: (100, 48), 89: (100, 48), 90: (228, 64), 100: (228, 64), 120: (100, 48)}
+_MULTIPROCESSORS = {
+    75: (64, 32),
+    80: (164, 64),
+    86: (100, 48),
+    89: (100, 48),
+    90: (228, 64),
+    100: (228, 64),
+    120: (100, 48),
+}
 FORMATS = ("bf16", "int8", "fp8", "int4", "k8v4")
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx1100")
 KERNELS = ("decode", "merge", "prefill", "turn_query", "kv_write")
@@ -117,7 +125,7 @@ def plan(variant: Variant) -> tuple[Launch, KVLayout]:
     dim, dtype = variant.head_dim, torch.bfloat16
     layout = KVLayout(k_format, v_format, NUM_KV_HEADS, dim, dim, BLOCK_SIZE)
     exact_formats = [replace(raw_format(dtype), rotate=fmt.rotate) for fmt in (k_format, v_format)]
-    exact = KVLayout(*exact_formats, NUM_KV_HEADS, dim, dim, BLOCK_SIZE)
+    exact = KVLayout(exact_formats[0], exact_formats[1], NUM_KV_HEADS, dim, dim, BLOCK_SIZE)
     residual = RESIDUAL if k_format.quantized else 0
     rows = NUM_SEQS if variant.kernel in ("decode", "merge") else 512
     with torch.device("meta"):
@@ -125,8 +133,10 @@ def plan(variant: Variant) -> tuple[Launch, KVLayout]:
         if variant.kernel == "kv_write":
             x = torch.empty(rows, NUM_KV_HEADS, dim, dtype=dtype)
             slots = torch.empty(rows, dtype=torch.int64)
-            codes = k_format.code, v_format.code
-            return plan_kv_write(arena, x, x, slots, layout.nbytes, BLOCK_SIZE, *codes, variant.target_tuple)[0], layout
+            launches = plan_kv_write(
+                arena, x, x, slots, layout.nbytes, BLOCK_SIZE, k_format.code, v_format.code, variant.target_tuple
+            )
+            return launches[0], layout
         tables = torch.empty(NUM_SEQS, 1024, dtype=torch.int32)
         _, launches = plan_paged_attention(
             torch.empty(rows, NUM_KV_HEADS * GROUP, dim, dtype=dtype),
@@ -143,15 +153,18 @@ def plan(variant: Variant) -> tuple[Launch, KVLayout]:
             BLOCK_SIZE,
             NUM_KV_HEADS,
             dim,
-            *(fmt.code for fmt in (k_format, v_format, *exact_formats)),
+            k_format.code,
+            v_format.code,
+            exact_formats[0].code,
+            exact_formats[1].code,
             dim**-0.5,
             0.0,
             0,
             0,
             residual,
             SINKS if residual else 0,
-            variant.target_tuple,
-            False,
+            target=variant.target_tuple,
+            one_kernel=False,
         )
     return next(launch for launch in launches if launch.kernel.__name__ == variant.kernel), layout
 
@@ -249,7 +262,11 @@ def measure(variant: Variant) -> Row:
 
 def variants(targets: list[str], formats: list[str], head_dims: list[int], kernels: list[str]) -> list[Variant]:
     return [
-        Variant(target, kernel, fmt, dim) for target in targets for kernel in kernels for fmt in formats for dim in head_dims
+        Variant(target, kernel, fmt, dim)
+        for target in targets
+        for kernel in kernels
+        for fmt in formats
+        for dim in head_dims
     ]
 
 
@@ -276,7 +293,9 @@ def report(chosen: list[Variant], jobs: int = 1) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    head = "| target | kernel | format | head_dim | warps | registers | spills | shared | resident warps | load bytes | "
+    head = (
+        "| target | kernel | format | head_dim | warps | registers | spills | shared | resident warps | load bytes | "
+    )
     head += "matrix instructions | issue slots per KV byte |"
     lines = [head, "|" + "---|" * 12]
     for row in rows:

@@ -20,7 +20,13 @@ TIGHT = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 6e-3}
 
 
 def decode_and_prefill(
-    kv_dtype: str, rule: Rule, heads: Heads, dtype: torch.dtype, *, counts: tuple[int, ...] = (110, 300), **cache_options
+    kv_dtype: str,
+    rule: Rule,
+    heads: Heads,
+    dtype: torch.dtype,
+    *,
+    counts: tuple[int, ...] = (110, 300),
+    **cache_options,
 ) -> float:
     """Largest error of one step: the second sequence's last row beside the last 20 rows of the first."""
     sequences = [Tokens.random(count, heads, seed=count, dtype=dtype) for count in counts]
@@ -183,7 +189,9 @@ def test_sink_logits_take_probability_and_give_no_value(level: float) -> None:
             with triton_kernels():
                 rows = cache.attend([(0, tokens, start, 90)], rule, sink_logits)[0]
             wanted = expected(tokens, "k8v4", rule, start, sink_logits=sink_logits)
-            assert (rows - wanted).abs().max() < TIGHT[torch.float32] * expected(tokens, "k8v4", rule, start).abs().max()
+            assert (rows - wanted).abs().max() < TIGHT[torch.float32] * expected(
+                tokens, "k8v4", rule, start
+            ).abs().max()
 
 
 @pytest.mark.parametrize("rule", ["full", "everything"])
@@ -246,9 +254,7 @@ def test_blocks_beyond_two_gigabytes_are_reached(kv_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4", "fp16"])
-def test_small_values_over_a_long_context_do_not_underflow(
-    kv_dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_values_over_a_long_context_do_not_underflow(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of 1e-5 times V scales of 1e-4 are far below fp16: without a scale of their own 22% of V is lost."""
     heads, count = Heads(1, 1, 32, 32), 1 << 17
     chosen = parameters.DecodeParameters(tile=2048, exact_tile=16, split=16384, num_warps=4, num_stages=3)
@@ -292,7 +298,13 @@ def test_a_launch_depends_on_shapes_alone() -> None:
                 0, 0, 16, 2, 64, *codes, 0.125, 0.0, 70, 4, 16, 4, TARGET, False,
             )  # fmt: skip
             assert out.shape == query.shape
-            assert [planned.kernel.__name__ for planned in launches] == ["decode", "merge", "turn_query", "prefill", "merge"][: 5 if rows > 4 else 2]
+            assert [planned.kernel.__name__ for planned in launches] == [
+                "decode",
+                "merge",
+                "turn_query",
+                "prefill",
+                "merge",
+            ][: 5 if rows > 4 else 2]
 
 
 COUNT = 200

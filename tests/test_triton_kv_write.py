@@ -1,4 +1,6 @@
-"""The Triton `kv_write` leaves the bytes of the reference, which are those of `lean.quant`, and touches nothing else."""
+"""The Triton `kv_write` leaves the bytes of the reference, which are `lean.quant`'s, and touches nothing else."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,7 +40,9 @@ def test_every_format_and_head_dim_has_the_bytes_of_the_reference(kv_dtype: str,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
-def test_every_input_dtype_and_the_exact_pool_have_the_bytes_of_the_reference(kv_dtype: str, dtype: torch.dtype) -> None:
+def test_every_input_dtype_and_the_exact_pool_have_the_bytes_of_the_reference(
+    kv_dtype: str, dtype: torch.dtype
+) -> None:
     tokens = Tokens.random(16, Heads(2, 2, 64, 64), dtype=dtype)
     formats = parse_kv_dtype(kv_dtype)
     for pair in (formats, exact_formats(formats, dtype)):
@@ -46,14 +50,12 @@ def test_every_input_dtype_and_the_exact_pool_have_the_bytes_of_the_reference(kv
 
 
 def unrotated(formats: str) -> KVFormat:
-    from dataclasses import replace
-
     return replace(parse_kv_dtype(formats)[0], rotate=False)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
 def test_ties_saturation_and_every_code_boundary_are_rounded_alike(kv_dtype: str) -> None:
-    """With a largest element that makes the scale a power of two, every boundary between codes is hit from both sides."""
+    """The largest element makes the scale a power of two, so every boundary of codes is hit from both sides."""
     fmt = unrotated(kv_dtype)
     if kv_dtype == "fp8":
         codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -42,13 +42,17 @@ def test_products_use_matrix_instructions(rows: list[dict]) -> None:
 
 
 def test_two_programs_fit_into_the_shared_memory_of_an_sm_86(rows: list[dict]) -> None:
-    assert not failing([r for r in rows if r["target"] == "sm_86"], lambda row: 2 * (row["shared_bytes"] + 1024) <= 102400)
+    assert not failing(
+        [r for r in rows if r["target"] == "sm_86"], lambda row: 2 * (row["shared_bytes"] + 1024) <= 102400
+    )
 
 
 def test_decode_leaves_the_multiprocessors_idle_slots_on_consumer_gpus(rows: list[dict]) -> None:
     """At most 60% of what an RTX 3090 issues while a byte arrives (19.0); an RTX 4090 has twice as much."""
     decode = [r for r in rows if r["kernel"] == "decode" and r["target"] == "sm_86" and r["head_dim"] <= 128]
-    assert {(r["format"], r["head_dim"]) for r in decode} >= {(f, d) for f in ("int8", "fp8", "int4") for d in (64, 128)}
+    assert {(r["format"], r["head_dim"]) for r in decode} >= {
+        (f, d) for f in ("int8", "fp8", "int4") for d in (64, 128)
+    }
     assert not failing(decode, lambda row: 0 < row["issue_slots_per_kv_byte"] <= 0.6 * 19.0)
 
 

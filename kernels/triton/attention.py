@@ -1,10 +1,12 @@
 """Attention over one contiguous range of keys of a paged pool: the inner function of decode and prefill.
 
 State of a row (online softmax, arXiv:1805.02867): ``m`` is the largest log2 of probability x V scale among the keys it
-has seen, ``l`` the sum of its probabilities over 2^(m - HEADROOM), ``acc`` their sum with V. Taking V's scale into ``m``
+has seen, ``total`` the sum of its probabilities over 2^(m - HEADROOM), ``acc`` their sum with V. V's scale in ``m``
 makes the largest weight of every row 2^HEADROOM whatever the scale, so that fp16 weights never underflow as a whole,
 and masked keys have no part in it.
 """
+
+# mypy: allow-untyped-defs
 
 import triton
 import triton.language as tl
@@ -67,7 +69,11 @@ def query_for(
     ptr, offsets, row_mask = rows
     if ROTATION[0] == 0:  # as it lies, each half for itself
         a = load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 0, HALVES)
-        b = load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 1, HALVES) if HALVES == 2 else a
+        b = (
+            load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 1, HALVES)
+            if HALVES == 2
+            else a
+        )
     else:
         a, b = halves(
             load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 0, 1), ROWS, PADDED, HALVES
@@ -134,9 +140,7 @@ def load_int4(
     group_mask = stored[:, None] & (groups < DIM // GROUP)[None, :]
     scale_ptr = (scales + scale_rows).to(tl.pointer_type(tl.float16))[:, None] + groups[None, :]
     scale = tl.load(scale_ptr, mask=group_mask, other=0.0)
-    scale = tl.reshape(
-        tl.broadcast_to(scale[:, :, None], [TILE, PADDED // GROUP, HALF_GROUP]), [TILE, PADDED // 2]
-    )
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [TILE, PADDED // GROUP, HALF_GROUP]), [TILE, PADDED // 2])
     ptr = codes + rows[:, None] + columns[None, :]
     packed = load_where(ptr, (columns < DIM // 2)[None, :], PADDED != DIM)
     low, high = widen_int4(packed, WIDEN, PURE)
@@ -164,13 +168,14 @@ def load_scales(scales, table, block_stride, start, first, end, BLOCK_SIZE: tl.c
 
 @triton.jit
 def attend(
-    m, l, acc0, acc1, query, positions, first_position, last_position, lo, hi, near, far, pool, kv_head, softcap,
+    m, total, acc0, acc1, query, positions, first_position, last_position, lo, hi, near, far, pool, kv_head, softcap,
     FORMATS: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     WIDEN: tl.constexpr, SOFTCAP: tl.constexpr, ONE_POSITION: tl.constexpr,
 ):  # fmt: skip
     """Add the keys j in lo .. hi with near <= position - j < far to every row's state.
 
-    query: from `query_for`, its factor turning a dot product into a score (in log2 units, without SOFTCAP). positions: int32 [ROWS], which
+    query: from `query_for`, its factor turning a dot product into a score (in log2 units, without SOFTCAP).
+    positions: int32 [ROWS], which
     lie in first_position .. last_position. pool: `PoolArguments` with the sequence's own row of the block table.
 
     Tiles start at multiples of TILE, so a row meets its keys in the same order whatever rows are beside it; a tile it
@@ -194,9 +199,9 @@ def attend(
     table, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset = pool
     K_UNIT: tl.constexpr = unit_of(K_FORMAT)
     V_UNIT: tl.constexpr = unit_of(V_FORMAT)
-    K_VECTOR_SCALE: tl.constexpr = (K_FORMAT == INT8) or (K_FORMAT == FP8)
-    V_VECTOR_SCALE: tl.constexpr = (V_FORMAT == INT8) or (V_FORMAT == FP8)
-    V_MASK: tl.constexpr = (V_FORMAT == FP32) or (V_FORMAT == FP16) or (V_FORMAT == BF16)
+    K_VECTOR_SCALE: tl.constexpr = (K_FORMAT == INT8) or (K_FORMAT == FP8)  # noqa: SIM109
+    V_VECTOR_SCALE: tl.constexpr = (V_FORMAT == INT8) or (V_FORMAT == FP8)  # noqa: SIM109
+    V_MASK: tl.constexpr = (V_FORMAT == FP32) or (V_FORMAT == FP16) or (V_FORMAT == BF16)  # noqa: SIM109
     first = tl.maximum(lo, first_position - far + 1)
     end = tl.minimum(hi, last_position - near + 1)
     k_codes = base + kv_head * (BLOCK_SIZE * K_BYTES)
@@ -254,7 +259,7 @@ def attend(
         top = tl.where(new_m == float("-inf"), 0.0, new_m)
         kept = exp2(m - top, WIDEN)
         p = exp2(s - (top - HEADROOM)[:, None], WIDEN)
-        l = l * kept + tl.sum(p, axis=1)
+        total = total * kept + tl.sum(p, axis=1)
         m = new_m
         if V_VECTOR_SCALE:
             p = p * v_scale[None, :]
@@ -279,12 +284,12 @@ def attend(
         acc0 = tl.dot(weights, v0, acc0, input_precision="ieee")
         if V_HALVES == 2:
             acc1 = tl.dot(weights, v1, acc1 * kept[:, None], input_precision="ieee")
-    return m, l, acc0 * V_UNIT, acc1 * V_UNIT
+    return m, total, acc0 * V_UNIT, acc1 * V_UNIT
 
 
 @triton.jit
 def attend_ranges(
-    m, l, acc0, acc1, q, q_sink, positions, first_position, last_position, main_lo, main_hi, main, exact, kv_head,
+    m, total, acc0, acc1, q, q_sink, positions, first_position, last_position, main_lo, main_hi, main, exact, kv_head,
     scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
     FORMATS: tl.constexpr, EXACT_FORMATS: tl.constexpr, DIMS: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, EXACT_TILE: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
@@ -295,7 +300,8 @@ def attend_ranges(
     main_lo .. main_hi inside the window; EXACT, the exact pool's.
 
     q, q_sink: (pointer, offsets, mask) of the query rows, which every range loads for itself: that holds fewer
-    registers than one copy for all. K_ROTATION turns them into the stored basis. scale: to log2 units, without softcap. RULE: which of window, sinks, sinks read
+    registers than one copy for all. K_ROTATION turns them into the stored basis. scale: to log2 units, without
+    softcap. RULE: which of window, sinks, sinks read
     from the main pool, residual, softcap there are.
     """
     HAS_WINDOW: tl.constexpr = RULE[0]
@@ -310,42 +316,42 @@ def attend_ranges(
     if SINKS and HAS_SINKS:
         if SINKS_IN_MAIN:
             query = query_for(q_sink, scale, FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
-            m, l, acc0, acc1 = attend(
-                m, l, acc0, acc1, query, positions, first_position, last_position,
+            m, total, acc0, acc1 = attend(
+                m, total, acc0, acc1, query, positions, first_position, last_position,
                 num_exact_sinks, num_sink_tokens, residual_length, anywhere, main, kv_head, softcap,
                 FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
             )  # fmt: skip
         if HAS_RESIDUAL:
             query = query_for(q_sink, scale, EXACT_FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
-            m, l, acc0, acc1 = attend(
-                m, l, acc0, acc1, query, positions, first_position, last_position,
+            m, total, acc0, acc1 = attend(
+                m, total, acc0, acc1, query, positions, first_position, last_position,
                 0, tl.minimum(num_sink_tokens, num_exact_sinks), 0, anywhere, exact, kv_head, softcap,
                 EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
             )  # fmt: skip
             if SINKS_IN_MAIN:  # sinks that are exact only while the residual reaches them
-                m, l, acc0, acc1 = attend(
-                    m, l, acc0, acc1, query, positions, first_position, last_position,
+                m, total, acc0, acc1 = attend(
+                    m, total, acc0, acc1, query, positions, first_position, last_position,
                     num_exact_sinks, num_sink_tokens, 0, residual_length, exact, kv_head, softcap,
                     EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
                 )  # fmt: skip
     if MAIN:
         query = query_for(q, scale, FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
-        m, l, acc0, acc1 = attend(
-            m, l, acc0, acc1, query, positions, first_position, last_position,
+        m, total, acc0, acc1 = attend(
+            m, total, acc0, acc1, query, positions, first_position, last_position,
             tl.maximum(main_lo, tl.maximum(num_sink_tokens, num_exact_sinks)), main_hi, residual_length, far,
             main, kv_head, softcap,
             FORMATS, DIMS, BLOCK_SIZE, TILE, STAGES, WIDEN, SOFTCAP, ONE_POSITION,
         )  # fmt: skip
     if EXACT and HAS_RESIDUAL:
         query = query_for(q, scale, EXACT_FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
-        m, l, acc0, acc1 = attend(  # exact sinks that the residual no longer reaches
-            m, l, acc0, acc1, query, positions, first_position, last_position,
+        m, total, acc0, acc1 = attend(  # exact sinks that the residual no longer reaches
+            m, total, acc0, acc1, query, positions, first_position, last_position,
             num_sink_tokens, num_exact_sinks, residual_length, far, exact, kv_head, softcap,
             EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
         )  # fmt: skip
-        m, l, acc0, acc1 = attend(
-            m, l, acc0, acc1, query, positions, first_position, last_position,
+        m, total, acc0, acc1 = attend(
+            m, total, acc0, acc1, query, positions, first_position, last_position,
             num_sink_tokens, anywhere, 0, tl.minimum(residual_length, far), exact, kv_head, softcap,
             EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 2, WIDEN, SOFTCAP, ONE_POSITION,
         )  # fmt: skip
-    return m, l, acc0, acc1
+    return m, total, acc0, acc1

@@ -31,14 +31,14 @@ def _refused(*case: Any) -> bool:
 
 
 def kv_write(
-    arena: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, *rest: int
+    arena: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, *rest: Any
 ) -> None:
     """See `lean.kernels.ops.kv_write`."""
     k_format, v_format = (KVFormat.from_code(code) for code in rest[2:4])
     if _refused(k_format, v_format, key.shape[2], value.shape[2], key.dtype):
         return reference.kv_write(arena, key, value, slot_mapping, *rest)
     with torch.cuda.device(arena.device):
-        for launch in plan_kv_write(arena, key, value, slot_mapping, *rest, target_of(arena.device.index)):
+        for launch in plan_kv_write(arena, key, value, slot_mapping, *rest, target=target_of(arena.device.index)):
             launch.run()
 
 
@@ -53,7 +53,7 @@ def paged_attention(query: torch.Tensor, *rest: Any) -> torch.Tensor:
         return reference.paged_attention(query, *rest)
     one_kernel = torch.are_deterministic_algorithms_enabled()
     with torch.cuda.device(query.device):
-        out, launches = plan_paged_attention(query, *rest, target_of(query.device.index), one_kernel)
+        out, launches = plan_paged_attention(query, *rest, target=target_of(query.device.index), one_kernel=one_kernel)
         for launch in launches:
             launch.run()
     return out

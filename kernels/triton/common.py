@@ -4,6 +4,8 @@ Formats travel as the constants below. A decoded tile is exact up to a power of 
 fp32: e4m3 bits moved into an fp16 are value/256, int4 codes become code/8 so that code x scale never leaves fp16.
 """
 
+# mypy: allow-untyped-defs
+
 import triton
 import triton.language as tl
 
@@ -23,7 +25,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def dim_of(columns, HALF: tl.constexpr, HALVES: tl.constexpr):
-    """The dims of a vector that ``columns`` of a tile hold: all in order, or the low or high nibbles' of every group."""
+    """The dims of a vector that ``columns`` of a tile hold: all in order, or the low or high nibbles' of every
+    group."""
     if HALVES == 1:
         return columns
     else:
@@ -152,7 +155,8 @@ prmt.b32 $1, low, high, 0x7362;
 def widen_fp8(codes, WIDEN: tl.constexpr, PURE: tl.constexpr):
     """uint8 e4m3fn -> fp16 of value/256. No target needs e4m3 hardware, and where there is some this is faster still.
 
-    Packed: of all four codes at once, sign, exponent and two mantissa bits become an fp16's high byte, the last mantissa
+    Packed: of all four codes at once, sign, exponent and two mantissa bits become an fp16's high byte, the last
+    mantissa
     bit its low byte.
     """
     if WIDEN == PORTABLE:

@@ -1,4 +1,7 @@
-"""Attention of single rows, split over the keys (arXiv:2311.01282 calls it Flash-Decoding), and the merge of the parts."""
+"""Attention of single rows, split over the keys (arXiv:2311.01282 calls it Flash-Decoding), and the merge of the
+parts."""
+
+# mypy: allow-untyped-defs
 
 import triton
 import triton.language as tl
@@ -60,11 +63,13 @@ def decode(
     K_ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, EXACT_TILE: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, EXTRA: tl.constexpr, EVERY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """One row, one KV head with all its query heads, one part: with EXTRA part 0 is sinks and exact pool; the others are
+    """One row, one KV head with all its query heads, one part: with EXTRA part 0 is sinks and exact pool; the others
+    are
     splits of the main pool, keys k x SPLIT .. (k + 1) x SPLIT, from `first_split` on.
 
-    Grid (rows or sequences, kv heads, parts). parts: fp32 [programs, q_heads, num_parts, V_DIM], written where a part has
-    keys; sums: fp32 [programs, q_heads, num_parts, 2], m and l of `attend`, -inf and 0 without keys.
+    Grid (rows or sequences, kv heads, parts). parts: fp32 [programs, q_heads, num_parts, V_DIM], written where a part
+    has
+    keys; sums: fp32 [programs, q_heads, num_parts, 2], m and total of `attend`, -inf and 0 without keys.
     """
     V_DIM: tl.constexpr = DIMS[1]
     V_PADDED: tl.constexpr = DIMS[3]
@@ -78,39 +83,46 @@ def decode(
     row_mask = r < GROUP_SIZE
     head = kv_head * GROUP_SIZE + r
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     acc0 = tl.zeros([ROWS, V_PADDED // V_HALVES], tl.float32)
     acc1 = tl.zeros([ROWS, V_PADDED // V_HALVES if V_HALVES == 2 else 1], tl.float32)
     first_out = (tl.program_id(0).to(tl.int64) * NUM_KV_HEADS * GROUP_SIZE + head) * num_parts + part
     lo = (first_split(position, window, SPLIT, RULE[0]) + part - EXTRA) * SPLIT
     if part >= EXTRA and lo > position - residual_length:
         tl.store(sums + first_out * 2, m, mask=row_mask)
-        tl.store(sums + first_out * 2 + 1, l, mask=row_mask)
+        tl.store(sums + first_out * 2 + 1, total, mask=row_mask)
         return
     positions = tl.zeros([ROWS], tl.int32) + position
     q = query, row.to(tl.int64) * query_stride + head * query_head_stride, row_mask
     q_sink = query_sink, row.to(tl.int64) * sink_stride + head * sink_head_stride, row_mask
-    main = (table + seq.to(tl.int64) * table_stride, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset)
+    main = (
+        table + seq.to(tl.int64) * table_stride,
+        base,
+        block_stride,
+        k_scales_offset,
+        v_codes_offset,
+        v_scales_offset,
+    )
     exact = (
         exact_table + seq.to(tl.int64) * exact_table_stride, exact_base, exact_block_stride,
         exact_k_scales_offset, exact_v_codes_offset, exact_v_scales_offset,
     )  # fmt: skip
     if part >= EXTRA:
-        m, l, acc0, acc1 = attend_ranges(
-            m, l, acc0, acc1, q, q_sink, positions, position, position, lo, lo + SPLIT, main, exact, kv_head,
+        m, total, acc0, acc1 = attend_ranges(
+            m, total, acc0, acc1, q, q_sink, positions, position, position, lo, lo + SPLIT, main, exact, kv_head,
             scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
             FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN,
             True, False, True, False, Q_BF16, K_ROTATION,
         )  # fmt: skip
     elif EXTRA:
-        m, l, acc0, acc1 = attend_ranges(
-            m, l, acc0, acc1, q, q_sink, positions, position, position, 0, 0, main, exact, kv_head,
+        m, total, acc0, acc1 = attend_ranges(
+            m, total, acc0, acc1, q, q_sink, positions, position, position, 0, 0, main, exact, kv_head,
             scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
             FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN,
             True, True, False, True, Q_BF16, K_ROTATION,
         )  # fmt: skip
     tl.store(sums + first_out * 2, m, mask=row_mask)
-    tl.store(sums + first_out * 2 + 1, l, mask=row_mask)
+    tl.store(sums + first_out * 2 + 1, total, mask=row_mask)
     for half in tl.static_range(V_HALVES):
         dims = dim_of(tl.arange(0, V_PADDED // V_HALVES), half, V_HALVES)
         mask = row_mask[:, None] & (dims < V_DIM)[None, :]
@@ -130,7 +142,7 @@ def merge(
     With EVERY_ROW rows of no sequence become zeros. OF_PREFILL: the one part that `prefill` left of each of its rows.
     """
     row, seq, position, ours = locate(query_start_loc, seq_lens, num_seqs, first_row, EVERY_ROW)
-    if OF_PREFILL and ours:
+    if OF_PREFILL and ours:  # noqa: SIM102
         if tl.load(query_start_loc + seq + 1) == tl.load(query_start_loc + seq) + 1:
             return
     head = tl.program_id(1)
@@ -162,10 +174,10 @@ def merge(
     for start in range(0, live, MERGE):
         part = start + p
         m = tl.load(sums + (first + part) * 2, mask=part < live, other=float("-inf"))
-        l = tl.load(sums + (first + part) * 2 + 1, mask=part < live, other=0.0)
+        part_totals = tl.load(sums + (first + part) * 2 + 1, mask=part < live, other=0.0)
         weight = tl.exp2(m - top)
-        total += tl.sum(l * weight, axis=0)
-        mask = ((part < live) & (l != 0))[:, None] & (columns < V_DIM)[None, :]
+        total += tl.sum(part_totals * weight, axis=0)
+        mask = ((part < live) & (part_totals != 0))[:, None] & (columns < V_DIM)[None, :]
         x = tl.load(parts + (first + part)[:, None] * V_DIM + columns[None, :], mask=mask, other=0.0)
         acc += tl.sum(x * weight[:, None], axis=0)
     if HAS_SINK_LOGITS:

@@ -1,9 +1,22 @@
 """Encode K and V vectors and scatter them into their slots: the recipe of `lean.quant.codecs`, to the byte."""
 
+# mypy: allow-untyped-defs
+
 import triton
 import triton.language as tl
 
-from lean.kernels.triton.common import BF16, FP8, FP16, FP32, GROUP, HALF_GROUP, INT4, INT8, fp32_to_bf16, load_float, rotate
+from lean.kernels.triton.common import (
+    BF16,
+    FP16,
+    FP32,
+    GROUP,
+    HALF_GROUP,
+    INT4,
+    INT8,
+    fp32_to_bf16,
+    load_float,
+    rotate,
+)
 
 MIN_SCALE = tl.constexpr(2.0**-14)  # the recipe's, as `lean.quant.codecs`; a test compares them
 MAX_SCALE = tl.constexpr(65504.0)
@@ -76,7 +89,9 @@ def write_vectors(
         tl.store(codes[:, None] + byte[None, :], packed, mask=mask[:, None] & (byte < DIM // 2)[None, :])
         group = tl.arange(0, GROUPS)
         group_mask = mask[:, None] & (group < DIM // GROUP)[None, :]
-        tl.store(scales.to(tl.pointer_type(tl.int16))[:, None] + group[None, :], scale_bits(scale, bad), mask=group_mask)
+        tl.store(
+            scales.to(tl.pointer_type(tl.int16))[:, None] + group[None, :], scale_bits(scale, bad), mask=group_mask
+        )
     else:
         y = rotate(x, ROWS, PADDED, ROTATION)
         absmax = tl.max(tl.abs(y), axis=1)

@@ -76,7 +76,8 @@ def _base(arena: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _formats(layout: KVLayout, target: Target, query_dtype: torch.dtype) -> tuple:
-    """The FORMATS of the kernels: codes of the two formats, dtypes of their products, bytes of codes and scales a row."""
+    """The FORMATS of the kernels: codes of the two formats, dtypes of their products, bytes of codes and scales a
+    row."""
     k, v = layout.k_format, layout.v_format
 
     def compute(fmt: KVFormat) -> int:
@@ -119,38 +120,40 @@ def plan_kv_write(
     # About 2,048 elements a program: 16 a thread, of which a butterfly needs twice as many registers.
     rows = max(1, 2048 // _padded(max(k_dim, v_dim)))
     rows = min(rows, 1 << (num_vectors - 1).bit_length())
-    arguments = dict(
-        base=_base(arena, layer_offset),
-        key=_bits(key),
-        value=_bits(value),
-        slot_mapping=slot_mapping,
-        num_vectors=num_vectors,
-        key_stride=key.stride(0),
-        key_head_stride=key.stride(1),
-        value_stride=value.stride(0),
-        value_head_stride=value.stride(1),
-        block_stride=arena.stride(0),
-        k_scales_offset=layout.k_scales_offset,
-        v_codes_offset=layout.v_codes_offset,
-        v_scales_offset=layout.v_scales_offset,
-        X_BF16=key.dtype is torch.bfloat16,
-        NUM_KV_HEADS=num_kv_heads,
-        K_FORMAT=FORMAT_CODES[k.name],
-        V_FORMAT=FORMAT_CODES[v.name],
-        K_DIM=k_dim,
-        V_DIM=v_dim,
-        K_PADDED=_padded(k_dim),
-        V_PADDED=_padded(v_dim),
-        K_BYTES=k.code_bytes(k_dim),
-        V_BYTES=v.code_bytes(v_dim),
-        K_SCALE_BYTES=k.scale_bytes(k_dim),
-        V_SCALE_BYTES=v.scale_bytes(v_dim),
-        K_ROTATION=_rotation(k, k_dim),
-        V_ROTATION=_rotation(v, v_dim),
-        BLOCK_SIZE=block_size,
-        ROWS=rows,
-    )
-    return [Launch(kv_write, (-(-num_vectors // rows), 2), arguments, target.options(num_warps=4, num_stages=1, fuse=False))]
+    arguments = {
+        "base": _base(arena, layer_offset),
+        "key": _bits(key),
+        "value": _bits(value),
+        "slot_mapping": slot_mapping,
+        "num_vectors": num_vectors,
+        "key_stride": key.stride(0),
+        "key_head_stride": key.stride(1),
+        "value_stride": value.stride(0),
+        "value_head_stride": value.stride(1),
+        "block_stride": arena.stride(0),
+        "k_scales_offset": layout.k_scales_offset,
+        "v_codes_offset": layout.v_codes_offset,
+        "v_scales_offset": layout.v_scales_offset,
+        "X_BF16": key.dtype is torch.bfloat16,
+        "NUM_KV_HEADS": num_kv_heads,
+        "K_FORMAT": FORMAT_CODES[k.name],
+        "V_FORMAT": FORMAT_CODES[v.name],
+        "K_DIM": k_dim,
+        "V_DIM": v_dim,
+        "K_PADDED": _padded(k_dim),
+        "V_PADDED": _padded(v_dim),
+        "K_BYTES": k.code_bytes(k_dim),
+        "V_BYTES": v.code_bytes(v_dim),
+        "K_SCALE_BYTES": k.scale_bytes(k_dim),
+        "V_SCALE_BYTES": v.scale_bytes(v_dim),
+        "K_ROTATION": _rotation(k, k_dim),
+        "V_ROTATION": _rotation(v, v_dim),
+        "BLOCK_SIZE": block_size,
+        "ROWS": rows,
+    }
+    return [
+        Launch(kv_write, (-(-num_vectors // rows), 2), arguments, target.options(num_warps=4, num_stages=1, fuse=False))
+    ]
 
 
 def plan_paged_attention(
@@ -189,7 +192,9 @@ def plan_paged_attention(
     num_rows, num_q_heads, k_dim = query.shape
     num_seqs = seq_lens.shape[0]
     group = num_q_heads // num_kv_heads
-    layout = KVLayout(KVFormat.from_code(k_format), KVFormat.from_code(v_format), num_kv_heads, k_dim, v_dim, block_size)
+    layout = KVLayout(
+        KVFormat.from_code(k_format), KVFormat.from_code(v_format), num_kv_heads, k_dim, v_dim, block_size
+    )
     exact_layout = layout
     if exact_arena is not None:
         formats = KVFormat.from_code(exact_k_format), KVFormat.from_code(exact_v_format)
@@ -210,54 +215,54 @@ def plan_paged_attention(
     halves = [2 if fmt.bits == 4 else 1 for fmt in (k, v)]  # see `common.dim_of`
     exact_tables = block_tables if exact_block_tables is None else exact_block_tables
     exact_pool = arena if exact_arena is None else exact_arena
-    common = dict(
-        query=_bits(query),
-        query_sink=_bits(query_sink),
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        num_seqs=num_seqs,
-        query_stride=query.stride(0),
-        query_head_stride=query.stride(1),
-        sink_stride=query_sink.stride(0),
-        sink_head_stride=query_sink.stride(1),
-        table=block_tables,
-        table_stride=block_tables.stride(0),
-        base=_base(arena, layer_offset),
-        block_stride=arena.stride(0),
-        k_scales_offset=layout.k_scales_offset,
-        v_codes_offset=layout.v_codes_offset,
-        v_scales_offset=layout.v_scales_offset,
-        exact_table=exact_tables,
-        exact_table_stride=exact_tables.stride(0),
-        exact_base=_base(exact_pool, exact_layer_offset),
-        exact_block_stride=exact_pool.stride(0),
-        exact_k_scales_offset=exact_layout.k_scales_offset,
-        exact_v_codes_offset=exact_layout.v_codes_offset,
-        exact_v_scales_offset=exact_layout.v_scales_offset,
-        scale=scale if softcap > 0 else scale * LOG2E,
-        softcap=softcap,
-        window=window,
-        num_sink_tokens=num_sink_tokens,
-        residual_length=residual_length,
-        num_exact_sinks=num_exact_sinks,
-        Q_BF16=query.dtype is torch.bfloat16,
-        GROUP_SIZE=group,
-        NUM_KV_HEADS=num_kv_heads,
-        FORMATS=_formats(layout, target, query.dtype),
-        EXACT_FORMATS=_formats(exact_layout, target, query.dtype),
+    common = {
+        "query": _bits(query),
+        "query_sink": _bits(query_sink),
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "num_seqs": num_seqs,
+        "query_stride": query.stride(0),
+        "query_head_stride": query.stride(1),
+        "sink_stride": query_sink.stride(0),
+        "sink_head_stride": query_sink.stride(1),
+        "table": block_tables,
+        "table_stride": block_tables.stride(0),
+        "base": _base(arena, layer_offset),
+        "block_stride": arena.stride(0),
+        "k_scales_offset": layout.k_scales_offset,
+        "v_codes_offset": layout.v_codes_offset,
+        "v_scales_offset": layout.v_scales_offset,
+        "exact_table": exact_tables,
+        "exact_table_stride": exact_tables.stride(0),
+        "exact_base": _base(exact_pool, exact_layer_offset),
+        "exact_block_stride": exact_pool.stride(0),
+        "exact_k_scales_offset": exact_layout.k_scales_offset,
+        "exact_v_codes_offset": exact_layout.v_codes_offset,
+        "exact_v_scales_offset": exact_layout.v_scales_offset,
+        "scale": scale if softcap > 0 else scale * LOG2E,
+        "softcap": softcap,
+        "window": window,
+        "num_sink_tokens": num_sink_tokens,
+        "residual_length": residual_length,
+        "num_exact_sinks": num_exact_sinks,
+        "Q_BF16": query.dtype is torch.bfloat16,
+        "GROUP_SIZE": group,
+        "NUM_KV_HEADS": num_kv_heads,
+        "FORMATS": _formats(layout, target, query.dtype),
+        "EXACT_FORMATS": _formats(exact_layout, target, query.dtype),
         # The last: whether rounding the query to bf16 leaves a remainder, as it does once it is rotated.
-        DIMS=(k_dim, v_dim, _padded(k_dim), _padded(v_dim), *halves, k.rotate or query.dtype is not torch.bfloat16),
-        RULE=rule,
-        K_ROTATION=_rotation(k, k_dim),
-        BLOCK_SIZE=block_size,
-    )
+        "DIMS": (k_dim, v_dim, _padded(k_dim), _padded(v_dim), *halves, k.rotate or query.dtype is not torch.bfloat16),
+        "RULE": rule,
+        "K_ROTATION": _rotation(k, k_dim),
+        "BLOCK_SIZE": block_size,
+    }
     logits = query if sink_logits is None else sink_logits.contiguous()
-    ending = dict(
-        sink_logits=_bits(logits),
-        SINKS_BF16=logits.dtype is torch.bfloat16,
-        HAS_SINK_LOGITS=sink_logits is not None,
-        V_ROTATION=_rotation(v, v_dim),
-    )
+    ending = {
+        "sink_logits": _bits(logits),
+        "SINKS_BF16": logits.dtype is torch.bfloat16,
+        "HAS_SINK_LOGITS": sink_logits is not None,
+        "V_ROTATION": _rotation(v, v_dim),
+    }
     every_row = one_kernel or num_rows <= num_seqs
     out = query.new_empty(num_rows, num_q_heads, v_dim)
     chosen = decode_parameters(layout, query.dtype, target)
@@ -269,20 +274,32 @@ def plan_paged_attention(
         launches += turns
         parts = query.new_empty(num_rows, num_q_heads, v_dim, dtype=torch.float32)
         sums = query.new_empty(num_rows, num_q_heads, 2, dtype=torch.float32)
-        shared = dict(parts=parts, sums=sums)
-        arguments = common | turned | shared | dict(
-            ROWS=tuned.rows,
-            TILE=tuned.tile,
-            EXACT_TILE=tuned.exact_tile,
-            STAGES=tuned.num_stages,
-            WIDEN=target.widen,
-            SKIP_SINGLE_ROWS=True,
+        shared: dict[str, Any] = {"parts": parts, "sums": sums}
+        arguments = (
+            common
+            | turned
+            | shared
+            | {
+                "ROWS": tuned.rows,
+                "TILE": tuned.tile,
+                "EXACT_TILE": tuned.exact_tile,
+                "STAGES": tuned.num_stages,
+                "WIDEN": target.widen,
+                "SKIP_SINGLE_ROWS": True,
+            }
         )
         options = target.options(num_warps=tuned.num_warps, num_stages=tuned.num_stages)
         grid = num_rows // tokens + num_seqs, num_kv_heads
         del arguments["K_ROTATION"]
         launches.append(Launch(prefill, grid, arguments, options))
-        shared |= dict(num_parts=1, first_row=0, SPLIT=chosen.split, EXTRA=0, EVERY_ROW=True, OF_PREFILL=True)
+        shared |= {
+            "num_parts": 1,
+            "first_row": 0,
+            "SPLIT": chosen.split,
+            "EXTRA": 0,
+            "EVERY_ROW": True,
+            "OF_PREFILL": True,
+        }
         launches.append(_plan_merge(out, common, ending | shared, num_rows, target))
     return out, launches
 
@@ -302,19 +319,19 @@ def _plan_turns(
             turned = arguments["query"]
         else:
             turned = x.new_empty(x.shape, dtype=torch.float32)
-            own = dict(
-                query=_bits(x),
-                out=turned,
-                num_rows=num_rows,
-                query_stride=x.stride(0),
-                query_head_stride=x.stride(1),
-                Q_BF16=x.dtype is torch.bfloat16,
-                NUM_Q_HEADS=num_q_heads,
-                DIM=dim,
-                PADDED=_padded(dim),
-                ROTATION=_rotation(k_format, dim),
-                ROWS=rows,
-            )
+            own = {
+                "query": _bits(x),
+                "out": turned,
+                "num_rows": num_rows,
+                "query_stride": x.stride(0),
+                "query_head_stride": x.stride(1),
+                "Q_BF16": x.dtype is torch.bfloat16,
+                "NUM_Q_HEADS": num_q_heads,
+                "DIM": dim,
+                "PADDED": _padded(dim),
+                "ROTATION": _rotation(k_format, dim),
+                "ROWS": rows,
+            }
             grid = (-(-num_rows * num_q_heads // rows),)
             launches.append(Launch(turn_query, grid, own, target.options(num_warps=4, num_stages=1)))
         arguments |= {name: turned, f"{prefix}_stride": turned.stride(0), f"{prefix}_head_stride": turned.stride(1)}
@@ -346,21 +363,25 @@ def _plan_decode(
     launches = []
     for first_row in range(0, programs, together):
         count = min(together, programs - first_row)
-        shared = dict(
-            parts=parts,
-            sums=sums,
-            num_parts=num_parts,
-            first_row=first_row,
-            SPLIT=tuned.split,
-            EXTRA=extra,
-            EVERY_ROW=every_row,
-        )
-        arguments = common | shared | dict(
-            ROWS=max(16, 1 << (common["GROUP_SIZE"] - 1).bit_length()),
-            TILE=tuned.tile,
-            EXACT_TILE=tuned.exact_tile,
-            STAGES=tuned.num_stages,
-            WIDEN=target.widen,
+        shared = {
+            "parts": parts,
+            "sums": sums,
+            "num_parts": num_parts,
+            "first_row": first_row,
+            "SPLIT": tuned.split,
+            "EXTRA": extra,
+            "EVERY_ROW": every_row,
+        }
+        arguments = (
+            common
+            | shared
+            | {
+                "ROWS": max(16, 1 << (common["GROUP_SIZE"] - 1).bit_length()),
+                "TILE": tuned.tile,
+                "EXACT_TILE": tuned.exact_tile,
+                "STAGES": tuned.num_stages,
+                "WIDEN": target.widen,
+            }
         )
         options = target.options(num_warps=tuned.num_warps, num_stages=tuned.num_stages)
         launches.append(Launch(decode, (count, common["NUM_KV_HEADS"], num_parts), arguments, options))
@@ -372,17 +393,17 @@ def _plan_merge(
     out: torch.Tensor, common: dict[str, Any], arguments: dict[str, Any], programs: int, target: Target
 ) -> Launch:
     _, num_q_heads, v_dim = out.shape
-    arguments = arguments | dict(
-        out=_bits(out),
-        query_start_loc=common["query_start_loc"],
-        seq_lens=common["seq_lens"],
-        num_seqs=common["num_seqs"],
-        window=common["window"],
-        residual_length=common["residual_length"],
-        Q_BF16=common["Q_BF16"],
-        NUM_Q_HEADS=num_q_heads,
-        V_DIM=v_dim,
-        V_PADDED=_padded(v_dim),
-        HAS_WINDOW=common["RULE"][0],
-    )
+    arguments = arguments | {
+        "out": _bits(out),
+        "query_start_loc": common["query_start_loc"],
+        "seq_lens": common["seq_lens"],
+        "num_seqs": common["num_seqs"],
+        "window": common["window"],
+        "residual_length": common["residual_length"],
+        "Q_BF16": common["Q_BF16"],
+        "NUM_Q_HEADS": num_q_heads,
+        "V_DIM": v_dim,
+        "V_PADDED": _padded(v_dim),
+        "HAS_WINDOW": common["RULE"][0],
+    }
     return Launch(merge, (programs, num_q_heads), arguments, target.options(num_warps=4, num_stages=2))

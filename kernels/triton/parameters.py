@@ -51,7 +51,8 @@ class PrefillParameters(NamedTuple):
 
 
 # Keys of a decode step x padded head_dim. A larger tile spreads what a step costs beside its bytes (addresses, the
-# rescaling of the accumulator, barriers) over more of them; the bound is that two programs fit into the shared memory of
+# rescaling of the accumulator, barriers) over more of them; the bound is that two programs fit into the shared
+# memory of
 # a multiprocessor, where a step keeps one tile being read, one arriving, and V widened to fp16. 164 KiB and more: sm_80,
 # sm_90, sm_100. 100 KiB: sm_86, sm_89, sm_120. 64 KiB: sm_75, CDNA, RDNA.
 _ELEMENTS = {"large": 16384, "small": 8192}
@@ -88,8 +89,10 @@ def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> D
 
 
 def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target: Target) -> PrefillParameters:
-    """64 rows and one warp for every 16, whose softmax then stays inside a warp. At head_dim 128 this no longer fits into
-    the registers: 8-bit and raw formats take eight warps, int4, which widens low and high nibbles at once, half the rows;
+    """64 rows and one warp for every 16, whose softmax then stays inside a warp. At head_dim 128 this no longer fits
+    into
+    the registers: 8-bit and raw formats take eight warps, int4, which widens low and high nibbles at once, half the
+    rows;
     beyond, both. Keys as few as give every thread 16 bytes to load, since rows share the cost of a step here.
     """
     padded, wide = _padded(layout), _wide(layout, dtype)

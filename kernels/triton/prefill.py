@@ -1,5 +1,7 @@
 """Attention of many rows of a sequence: tiles of tokens x query heads over all their keys."""
 
+# mypy: allow-untyped-defs
+
 import triton
 import triton.language as tl
 
@@ -9,7 +11,8 @@ from lean.kernels.triton.common import dim_of
 
 @triton.jit
 def sequence_of_tile(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
-    """(sequence, its first tile): tiles of TOKENS tokens, of which sequence s begins with number start // TOKENS + s."""
+    """(sequence, its first tile): tiles of TOKENS tokens, of which sequence s begins with number start // TOKENS +
+    s."""
     seq = -1
     for first in range(0, num_seqs, 128):
         s = first + tl.arange(0, 128)
@@ -79,24 +82,31 @@ def prefill(
     positions = tl.minimum(first_position + r // GROUP_SIZE, last_position)
     q = query, row.to(tl.int64) * query_stride + head * query_head_stride, row_mask
     q_sink = query_sink, row.to(tl.int64) * sink_stride + head * sink_head_stride, row_mask
-    main = (table + seq.to(tl.int64) * table_stride, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset)
+    main = (
+        table + seq.to(tl.int64) * table_stride,
+        base,
+        block_stride,
+        k_scales_offset,
+        v_codes_offset,
+        v_scales_offset,
+    )
     exact = (
         exact_table + seq.to(tl.int64) * exact_table_stride, exact_base, exact_block_stride,
         exact_k_scales_offset, exact_v_codes_offset, exact_v_scales_offset,
     )  # fmt: skip
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     acc0 = tl.zeros([ROWS, V_PADDED // V_HALVES], tl.float32)
     acc1 = tl.zeros([ROWS, V_PADDED // V_HALVES if V_HALVES == 2 else 1], tl.float32)
-    m, l, acc0, acc1 = attend_ranges(
-        m, l, acc0, acc1, q, q_sink, positions, first_position, last_position, 0, 1 << 30, main, exact, kv_head,
+    m, total, acc0, acc1 = attend_ranges(
+        m, total, acc0, acc1, q, q_sink, positions, first_position, last_position, 0, 1 << 30, main, exact, kv_head,
         scale, softcap, window, num_sink_tokens, residual_length, num_exact_sinks,
         FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN, False, True, True, True,
         Q_BF16, (0, 1.0),
     )  # fmt: skip
     vectors = row.to(tl.int64) * NUM_KV_HEADS * GROUP_SIZE + head
     tl.store(sums + vectors * 2, m, mask=row_mask)
-    tl.store(sums + vectors * 2 + 1, l, mask=row_mask)
+    tl.store(sums + vectors * 2 + 1, total, mask=row_mask)
     for half in tl.static_range(V_HALVES):
         dims = dim_of(tl.arange(0, V_PADDED // V_HALVES), half, V_HALVES)
         mask = row_mask[:, None] & (dims < V_DIM)[None, :]
