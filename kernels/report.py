@@ -134,7 +134,7 @@ def plan(variant: Variant) -> tuple[Launch, KVLayout]:
             x = torch.empty(rows, NUM_KV_HEADS, dim, dtype=dtype)
             slots = torch.empty(rows, dtype=torch.int64)
             launches = plan_kv_write(
-                arena, x, x, slots, layout.nbytes, BLOCK_SIZE, k_format.code, v_format.code, variant.target_tuple
+                arena, x, x, slots, layout.nbytes, BLOCK_SIZE, k_format.code, v_format.code, target=variant.target_tuple
             )
             return launches[0], layout
         tables = torch.empty(NUM_SEQS, 1024, dtype=torch.int32)

@@ -295,7 +295,8 @@ def test_a_launch_depends_on_shapes_alone() -> None:
             lengths = torch.empty(5, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
             out, launches = launch.plan_paged_attention(
                 query, query, arena, tables, exact_arena, tables, *lengths, None,
-                0, 0, 16, 2, 64, *codes, 0.125, 0.0, 70, 4, 16, 4, TARGET, False,
+                0, 0, 16, 2, 64, *codes, 0.125, 0.0, 70, 4, 16, 4,
+                target=TARGET, one_kernel=False,
             )  # fmt: skip
             assert out.shape == query.shape
             assert [planned.kernel.__name__ for planned in launches] == [

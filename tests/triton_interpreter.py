@@ -27,13 +27,13 @@ TARGET = parameters.Target("interpreter", 0)
 
 
 def _kv_write(*args: object) -> None:
-    for planned in launch.plan_kv_write(*args, TARGET):
+    for planned in launch.plan_kv_write(*args, target=TARGET):
         planned.run()
 
 
 def _attention(one_kernel: bool):
     def call(*args: object) -> torch.Tensor:
-        out, launches = launch.plan_paged_attention(*args, TARGET, one_kernel)
+        out, launches = launch.plan_paged_attention(*args, target=TARGET, one_kernel=one_kernel)
         for planned in launches:  # what kernels leave unwritten is poison
             for name in {"parts", "sums"} & planned.arguments.keys():
                 planned.arguments[name].fill_(torch.nan)

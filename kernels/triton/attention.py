@@ -7,6 +7,7 @@ and masked keys have no part in it.
 """
 
 # mypy: allow-untyped-defs
+# ruff: noqa: SIM109 - formats are compile-time constants, which Triton compares one by one
 
 import triton
 import triton.language as tl
@@ -199,9 +200,9 @@ def attend(
     table, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset = pool
     K_UNIT: tl.constexpr = unit_of(K_FORMAT)
     V_UNIT: tl.constexpr = unit_of(V_FORMAT)
-    K_VECTOR_SCALE: tl.constexpr = (K_FORMAT == INT8) or (K_FORMAT == FP8)  # noqa: SIM109
-    V_VECTOR_SCALE: tl.constexpr = (V_FORMAT == INT8) or (V_FORMAT == FP8)  # noqa: SIM109
-    V_MASK: tl.constexpr = (V_FORMAT == FP32) or (V_FORMAT == FP16) or (V_FORMAT == BF16)  # noqa: SIM109
+    K_VECTOR_SCALE: tl.constexpr = (K_FORMAT == INT8) or (K_FORMAT == FP8)
+    V_VECTOR_SCALE: tl.constexpr = (V_FORMAT == INT8) or (V_FORMAT == FP8)
+    V_MASK: tl.constexpr = (V_FORMAT == FP32) or (V_FORMAT == FP16) or (V_FORMAT == BF16)
     first = tl.maximum(lo, first_position - far + 1)
     end = tl.minimum(hi, last_position - near + 1)
     k_codes = base + kv_head * (BLOCK_SIZE * K_BYTES)

@@ -107,6 +107,7 @@ def plan_kv_write(
     block_size: int,
     k_format: int,
     v_format: int,
+    *,
     target: Target,
 ) -> list[Launch]:
     k, v = KVFormat.from_code(k_format), KVFormat.from_code(v_format)
@@ -181,6 +182,7 @@ def plan_paged_attention(
     num_sink_tokens: int,
     residual_length: int,
     num_exact_sinks: int,
+    *,
     target: Target,
     one_kernel: bool,
 ) -> tuple[torch.Tensor, list[Launch]]:

@@ -51,10 +51,9 @@ class PrefillParameters(NamedTuple):
 
 
 # Keys of a decode step x padded head_dim. A larger tile spreads what a step costs beside its bytes (addresses, the
-# rescaling of the accumulator, barriers) over more of them; the bound is that two programs fit into the shared
-# memory of
-# a multiprocessor, where a step keeps one tile being read, one arriving, and V widened to fp16. 164 KiB and more: sm_80,
-# sm_90, sm_100. 100 KiB: sm_86, sm_89, sm_120. 64 KiB: sm_75, CDNA, RDNA.
+# rescaling of the accumulator, barriers) over more of them; the bound is that two programs fit into the shared memory
+# of a multiprocessor, where a step keeps one tile being read, one arriving, and V widened to fp16. 164 KiB and more:
+# sm_80, sm_90, sm_100. 100 KiB: sm_86, sm_89, sm_120. 64 KiB: sm_75, CDNA, RDNA.
 _ELEMENTS = {"large": 16384, "small": 8192}
 _LARGE = (80, 87, 90, 100, 103)
 
