@@ -1,4 +1,4 @@
-"""The PTX that widens codes gives every code its number. A GPU is not needed: the few instructions are carried out here."""
+"""The PTX that widens codes gives every code its number; without a GPU, the instructions are carried out here."""
 
 import re
 
