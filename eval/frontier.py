@@ -52,7 +52,7 @@ def shortcomings(cell: Measured, exact: Measured) -> list[str]:
     own = cell.fidelity
     found = []
     if own.kld_mean + SIGMAS * own.kld_stderr > KLD_LIMIT:
-        found.append(f"mean KLD {own.kld_mean:.2g} ±{own.kld_stderr:.1g} is not surely below {KLD_LIMIT:g}")
+        found.append(f"mean KLD {own.kld_mean:.6f} ±{own.kld_stderr:.6f} is not surely below {KLD_LIMIT:g}")
     if own.nll_delta + SIGMAS * own.nll_delta_stderr > NLL_LIMIT:
         rise, error = math.expm1(own.nll_delta), own.nll_delta_stderr
         found.append(f"perplexity is {rise:+.2%} ±{error:.2%}, not surely below {NLL_LIMIT:+.0%}")
@@ -94,7 +94,7 @@ def _reasons(best: Measured, by_size: list[Measured], exact: Measured) -> list[s
             f"One sequence of {size.context:,} tokens holds {mib(size.held)} instead of {mib(size.held_bf16)} in bf16, "
             f"{size.held_ratio:.2f} times less with blocks and exact copies counted ({size.token_ratio:.2f} times per "
             "token).",
-            f"Over {own.tokens_scored:,} tokens its mean KLD is {own.kld_mean:.2g} ±{own.kld_stderr:.1g}, its "
+            f"Over {own.tokens_scored:,} tokens its mean KLD is {own.kld_mean:.6f} ±{own.kld_stderr:.6f}, its "
             f"perplexity {own.ppl:.3f} against {own.ppl_exact:.3f}, and the likeliest token is the same for "
             f"{own.top1:.1%}. It decodes at {best.speed.ratio:.2f} times the speed of the exact cache.",
         ]
@@ -126,7 +126,7 @@ def _windows(cells: Sequence[Measured], exact: Measured) -> list[str]:
         if (mine := _found(best)) and (theirs := _found(exact)):
             forgets = f" It finds {mine[0]:.0%} of the needles, the exact cache that sees all {theirs[0]:.0%}."
         lines.append(
-            f"A window of {window:,} by itself: mean KLD {plain.fidelity.kld_mean:.2g}, perplexity "
+            f"A window of {window:,} by itself: mean KLD {plain.fidelity.kld_mean:.6f}, perplexity "
             f"{plain.fidelity.ppl:.3f} against {exact.fidelity.ppl_exact:.3f}. The smallest cache not surely worse "
             f"than that is {best.cell.name}: {mib(best.nbytes.held)} at {best.nbytes.context:,} tokens, and no more "
             f"beyond the window.{forgets}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lean.errors import UserError
 from lean.eval.plots import LIGHT, Look, draw_frontier, draw_needles, picture
-from lean.eval.sweep_table import Judged, frontier_csv, table
+from lean.eval.sweep_table import Judged, frontier_csv, not_run, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,7 @@ p, li { max-width: 75ch; }
 .answer strong { font-size: 1.2rem; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th, td { padding: .35rem .45rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { background: var(--band); font-weight: 600; }
 td:first-child, th:first-child { text-align: left; }
 tr:last-child td { border-bottom: 0; }
@@ -162,7 +162,7 @@ def _table(judged: Judged) -> str:
 
 
 def _impossible(judged: Judged) -> str:
-    lines = [f"{result.cell.name}: {result.reason}" for result in judged.sweep.impossible]
+    lines = not_run(judged)
     return f"<h2>Not run</h2>{_paragraphs(lines, 'li', 'ul')}" if lines else ""
 
 

@@ -21,7 +21,7 @@ class Judged:
     recommendation: Recommendation
 
     def verdict(self, cell: Measured) -> str:
-        marks = ["undominated"] * (cell in self.undominated) + ["recommended"] * (cell is self.recommendation.cell)
+        marks = ["frontier"] * (cell in self.undominated) + ["recommended"] * (cell is self.recommendation.cell)
         return ", ".join(marks) if cell.window_reached else "window not reached"
 
 
@@ -67,11 +67,19 @@ def markdown(judged: Judged) -> str:
     lines = [[text.ljust(width) for text, width in zip(row, widths)] for row in (head, *rows)]
     lines.insert(1, ["-" * max(3, width) for width in widths])
     parts = ["\n".join(f"| {' | '.join(line)} |" for line in lines)]
-    if judged.sweep.impossible:
-        parts.append("\n".join(f"not run: {result.cell.name}: {result.reason}" for result in judged.sweep.impossible))
+    if lines := not_run(judged):
+        parts.append("\n".join(f"not run: {line}" for line in lines))
     parts += [f"Recommended: {judged.recommendation.cell.cell.name}."]
     parts += [*judged.recommendation.reasons, *judged.recommendation.windows]
     return "\n\n".join(parts)
+
+
+def not_run(judged: Judged) -> list[str]:
+    """Cells that could not be, those with the same reason on one line."""
+    names: dict[str, list[str]] = {}
+    for result in judged.sweep.impossible:
+        names.setdefault(result.reason, []).append(result.cell.name)
+    return [f"{'; '.join(cells)}: {reason}" for reason, cells in names.items()]
 
 
 def frontier_csv(judged: Judged) -> str:
