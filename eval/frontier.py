@@ -12,6 +12,8 @@ KLD_LIMIT = 0.01
 """Nats per token. Plain fp8, which is widely called lossless, costs the demo model about as much."""
 NLL_LIMIT = 0.01
 """Nats per token: a perplexity 1% higher."""
+MORE_MEMORY, TIMES_CLOSER = 1.2, 4.0
+"""A cache up to a fifth larger is worth it where it is surely so many times closer."""
 
 
 def surely_closer(one: Measured, other: Measured) -> bool:
@@ -64,7 +66,7 @@ def shortcomings(cell: Measured, exact: Measured) -> list[str]:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The smallest cell without a window that surely keeps the limits, and why; one sentence each.
+    """A cell without a window that surely keeps the limits, and why it and no other; one sentence each.
 
     windows: what each window costs, and the smallest cache that is as good as the exact one with it.
     """
@@ -75,22 +77,39 @@ class Recommendation:
 
 
 def recommend(cells: Sequence[Measured]) -> Recommendation:
-    """Choose among measured cells, the exact cache that sees all among them."""
+    """Choose among measured cells, the exact cache that sees all among them.
+
+    The smallest that surely keeps the limits, or a little larger one where that is many times closer.
+    """
     full = [cell for cell in cells if cell.cell.window is None]
     exact = next(cell for cell in full if cell.cell.kv_dtype == EXACT)
     by_size = sorted(full, key=lambda cell: (cell.nbytes.held, cell.fidelity.kld_mean))
     good = [cell for cell in by_size if cell is exact or not shortcomings(cell, exact)]
-    return Recommendation(good[0], _reasons(good[0], by_size, exact), _windows(cells, exact))
+    smallest = best = good[0]
+    for cell in good:
+        near = cell is not exact and cell.nbytes.held <= MORE_MEMORY * smallest.nbytes.held
+        surely = cell.fidelity.kld_mean + SIGMAS * cell.fidelity.kld_stderr
+        if near and surely < best.fidelity.kld_mean / TIMES_CLOSER and surely_closer(cell, best):
+            best = cell
+    return Recommendation(best, _reasons(best, smallest, by_size, exact), _windows(cells, exact))
 
 
-def _reasons(best: Measured, by_size: list[Measured], exact: Measured) -> list[str]:
+def _reasons(best: Measured, smallest: Measured, by_size: list[Measured], exact: Measured) -> list[str]:
     own, size = best.fidelity, best.nbytes
     limits = f"mean KLD below {KLD_LIMIT:g} nats and a perplexity less than {NLL_LIMIT:.0%} higher"
     if best is exact:
         reasons = [f"No smaller cache surely keeps within the limits ({limits}), two standard errors included."]
     else:
+        first = f"It is the smallest that surely keeps within the limits ({limits}), two standard errors included."
+        if best is not smallest:
+            more = size.held / smallest.nbytes.held - 1
+            closer = smallest.fidelity.kld_mean / own.kld_mean
+            first = (
+                f"For {more:.0%} more memory than {smallest.cell.name}, the smallest that surely keeps within the "
+                f"limits ({limits}, two standard errors included), it is {closer:.0f} times closer to the exact cache."
+            )
         reasons = [
-            f"It is the smallest that surely keeps within the limits ({limits}), two standard errors included.",
+            first,
             f"One sequence of {size.context:,} tokens holds {mib(size.held)} instead of {mib(size.held_bf16)} in bf16, "
             f"{size.held_ratio:.2f} times less with blocks and exact copies counted ({size.token_ratio:.2f} times per "
             "token).",
@@ -99,8 +118,9 @@ def _reasons(best: Measured, by_size: list[Measured], exact: Measured) -> list[s
             f"{own.top1:.1%}. It decodes at {best.speed.ratio:.2f} times the speed of the exact cache.",
         ]
     smaller = [cell for cell in by_size if cell.nbytes.held < size.held]
-    for cell in smaller[-2:]:
-        reasons.append(f"Smaller, {cell.cell.name} ({mib(cell.nbytes.held)}): {'; '.join(shortcomings(cell, exact))}.")
+    refused = [(cell, why) for cell in smaller if (why := shortcomings(cell, exact))]
+    for cell, why in refused[-2:]:
+        reasons.append(f"Smaller, {cell.cell.name} ({mib(cell.nbytes.held)}): {'; '.join(why)}.")
     for what, held in (("the smaller one was taken", False), ("they hold the same, any of them will do", True)):
         equal = [
             cell.cell.name

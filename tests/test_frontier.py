@@ -63,6 +63,22 @@ def test_the_smallest_cell_within_the_limits_is_recommended():
     assert "Smaller, int4 (28.0 MiB): mean KLD 0.060000" in text
 
 
+def test_a_little_more_memory_is_worth_being_many_times_closer():
+    cells = [exact(), measured("k8v4", 36, 0.0057, 0.0002), measured("k8v4", 39, 0.00043, 0.00002, residual=64),
+             measured("int8", 52, 0.00001, 0.000001)]  # fmt: skip
+    advice = recommend(cells)
+    assert advice.cell.cell.name == "k8v4 + 64 exact"
+    assert advice.reasons[0].startswith("For 8% more memory than k8v4")
+    assert "13 times closer" in advice.reasons[0]
+    assert not any(line.startswith("Smaller") for line in advice.reasons)
+
+
+@pytest.mark.parametrize("larger", [(39, 0.0020, 0.00002), (44, 0.00043, 0.00002), (39, 0.0004, 0.0006)])
+def test_more_memory_must_be_little_and_surely_many_times_closer(larger):
+    cells = [exact(), measured("k8v4", 36, 0.0057, 0.0002), measured("int8", *larger)]
+    assert recommend(cells).cell.cell.name == "k8v4"
+
+
 def test_a_loss_that_may_be_beyond_the_limit_is_not_recommended():
     near = measured("int4", 28, KLD_LIMIT - 0.001, 0.001)
     assert recommend([exact(), near]).cell.cell.kv_dtype == EXACT
