@@ -20,7 +20,12 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 _SHAPES = "osD^vP"  # by window; the first is none
 _MIB = 2**20
 _BELOW = 4.0  # the lower edge of the KLD axis is so many times below the least loss of a quantized cell
-_AROUND = [(x, y) for far in (9, 20, 34, 52, 74) for x, y in product((far, -far, 0), (0, far, -far)) if x or y]
+_AROUND = [  # where a name may stand from its point, in points of 1/72 inch, nearest first
+    (x, y)
+    for far in (9, 13, 18, 24, 31, 40, 52, 66)
+    for x, y in product((far, -far, 0, far / 2, -far / 2), (0, far, -far, far / 2, -far / 2))
+    if max(abs(x), abs(y)) == far
+]
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def draw_frontier(cells: Sequence[Measured], undominated: Sequence[Measured], lo
         _dress(axis, look)
         axis.set_xlabel(f"MiB held by one sequence of {shown[0].nbytes.context:,} tokens", fontsize=10)
     figure.legend(
-        handles=_legend(shown, look), loc="outside lower center", ncols=3 if look.narrow else 6, fontsize=9.5,
+        handles=_legend(shown, look), loc="outside lower center", ncols=3 if look.narrow else 5, fontsize=9.5,
         frameon=False, labelcolor=look.ink,
     )  # fmt: skip
     figure.draw_without_rendering()  # sizes and places are known from here on
@@ -152,7 +157,7 @@ def _legend(shown: Sequence[Measured], look: Look) -> list[Any]:
 
     entries = [entry(name, "o", colour) for name, colour in ((EXACT, look.ink), *colours.items())]
     if any(cell.cell.residual for cell in shown):
-        entries += [entry("with residual", "o", "#888888"), entry("without", "o", "#888888", filled=False)]
+        entries += [entry("with residual", "o", "#888888"), entry("no residual", "o", "#888888", filled=False)]
     if len(shapes) > 1:
         entries += [entry(f"window {w:,}" if w else "no window", shape, "#888888") for w, shape in shapes.items()]
     return entries
@@ -181,11 +186,12 @@ def _name(
     for (x0, y0), (x1, y1) in pairwise(joints):  # the line between them, as small boxes
         count = max(2, int(max(abs(x1 - x0), abs(y1 - y0)) / 6))
         steps = [(x0 + (x1 - x0) * i / count, y0 + (y1 - y0) * i / count) for i in range(1, count)]
-        taken += [Bbox.from_extents(x - 1, y - 1, x + 1, y + 1) for x, y in steps]
+        taken += [Bbox.from_extents(x - 3, y - 3, x + 3, y + 3) for x, y in steps]
     for cell, (x, y) in zip(undominated, joints):
+        at = (cell.nbytes.held / _MIB, value(cell))
         label = axis.annotate(
-            cell.cell.name, (cell.nbytes.held / _MIB, value(cell)), (0, 0), textcoords="offset points", fontsize=9.5,
-            color=look.ink, va="center",
+            cell.cell.name.replace(", ", "\n"), at, (0, 0), textcoords="offset points", fontsize=9.5, color=look.ink,
+            va="center", linespacing=1.1,
         )  # fmt: skip
         width, height = label.get_window_extent(renderer).size
         best, least = None, float("inf")
@@ -194,14 +200,18 @@ def _name(
             box = Bbox.from_bounds(left, y + dy * scale - height / 2, width, height)
             hidden = sum(_overlap(box, other) for other in taken)
             outside = width * height - _overlap(box, frame)
-            cost = 10 * (hidden + outside) + abs(dx) + abs(dy)
+            cost = 10 * (hidden + outside) + (dx * dx + dy * dy) ** 0.5
             if cost < least:
                 best, least = (dx, dy, box), cost
         assert best is not None
         dx, dy, box = best
         label.set_position((dx, dy))
         label.set_horizontalalignment("left" if dx > 0 else "right" if dx < 0 else "center")
-        taken.append(box)
+        taken.append(box.padded(3))
+        if max(abs(dx), abs(dy)) > 18:  # too far to be seen to belong together
+            end = (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))
+            ends = axis.transData.inverted().transform([(x, y), end])
+            axis.plot(*zip(*ends), color=look.ink, alpha=0.5, linewidth=0.6, zorder=1)
 
 
 def _overlap(one: Any, other: Any) -> float:
@@ -218,7 +228,7 @@ def draw_needles(cells: Sequence[Measured], look: Look = LIGHT) -> Figure:
     rows = [cell for cell in cells if cell.needle]
     columns = [(trial["length"], trial["depth"]) for trial in rows[0].needle["cells"]]  # type: ignore[index]
     values = [[trial["accuracy"] for trial in cell.needle["cells"]] for cell in rows if cell.needle]
-    size = (3.2 + 0.55 * len(columns), 1.6 + 0.34 * len(rows))
+    size = (max(5.0, 3.0 + 0.62 * len(columns)), 1.6 + 0.34 * len(rows))
     figure = Figure(figsize=size, layout="constrained", facecolor=look.ground)
     axis = figure.subplots()
     axis.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")  # for every kind of colour vision
@@ -227,8 +237,8 @@ def draw_needles(cells: Sequence[Measured], look: Look = LIGHT) -> Figure:
         axis.text(column, row, f"{shares[column]:.0%}", ha="center", va="center", color=ink, fontsize=8.5)
     axis.set_yticks(range(len(rows)), [cell.cell.name for cell in rows])
     axis.set_xticks(range(len(columns)), [f"{length:,}\n{depth:g}%" for length, depth in columns], fontsize=8.5)
-    axis.set_xlabel("prompt, tokens, and depth of the needle")
-    axis.set_title("needles found", loc="left", fontsize=10.5, color=look.ink)
+    axis.set_xlabel("prompt tokens, needle depth")
+    axis.set_title("share of needles found", loc="left", fontsize=10.5, color=look.ink)
     axis.tick_params(colors=look.ink)
     axis.xaxis.label.set_color(look.ink)
     return figure

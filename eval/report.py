@@ -20,7 +20,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e3e5e8; --quiet: #a2abb5; --ground: #16181c; --band: #20242a;
   --line: #3a4048; --mark: #6cb4f0; --chosen: #16324a; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 72rem; background: var(--ground); color: var(--ink);
+body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 76rem; background: var(--ground); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
@@ -30,7 +30,7 @@ p, li { max-width: 75ch; }
 .answer p { margin: .35rem 0; }
 .answer strong { font-size: 1.2rem; }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; width: 100%; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { padding: .35rem .45rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th { background: var(--band); font-weight: 600; }
 td:first-child, th:first-child { text-align: left; }
@@ -40,7 +40,7 @@ tr.chosen td { background: var(--chosen); }
 img { display: block; max-width: 100%; height: auto; margin: 0 auto; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; font-size: .9rem; margin: 0; }
 dt { color: var(--quiet); } dd { margin: 0; min-width: 0; }
-.map td { text-align: center; } .map td:first-child { text-align: left; }
+.map { width: auto; } .map td, .map th { text-align: center; } .map td:first-child { text-align: left; }
 """
 
 
@@ -86,7 +86,7 @@ def html(judged: Judged) -> str:
         "<h2>Memory against accuracy</h2>",
         _picture(lambda look: _frontier(judged, look), "memory held against mean KLD and perplexity"),
         "<p class=quiet>Joined and named: cells that no smaller one equals within two combined standard errors of the "
-        "mean KLD. Bars: two standard errors.</p>",
+        "mean KLD; bold in the table. Bars: two standard errors.</p>",
         "<h2>All cells</h2>",
         _table(judged),
         _impossible(judged),
@@ -176,7 +176,7 @@ def _needle_map(judged: Judged) -> str:
     lines = [f"<tr><th>prompt, tokens<br>depth</th>{head}</tr>"]
     for cell in cells:
         shares = "".join(
-            f'<td style="background: rgb(11 98 164 / {0.75 * trial["accuracy"]:.2f})">'
+            f'<td style="background: rgb(11 98 164 / {0.55 * trial["accuracy"]:.2f})">'
             f"{trial['correct']}/{trial['trials']}</td>"
             for trial in cell.needle["cells"]  # type: ignore[index]
         )

@@ -21,8 +21,11 @@ class Judged:
     recommendation: Recommendation
 
     def verdict(self, cell: Measured) -> str:
-        marks = ["frontier"] * (cell in self.undominated) + ["recommended"] * (cell is self.recommendation.cell)
-        return ", ".join(marks) if cell.window_reached else "window not reached"
+        if cell is self.recommendation.cell:
+            return "recommended"
+        if not cell.window_reached:
+            return "window not reached"
+        return "frontier" if cell in self.undominated else ""
 
 
 def judge(sweep: Sweep) -> Judged:

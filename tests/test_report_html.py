@@ -155,7 +155,8 @@ def test_names_in_the_plot_cover_neither_each_other_nor_points(judged, look):
     figure.draw_without_rendering()
     for axis in figure.axes:
         names = [text for text in axis.texts if text.get_text()]
-        assert [text.get_text() for text in names] == [cell.cell.name for cell in judged.undominated]
+        written = [text.get_text().replace("\n", ", ") for text in names]
+        assert written == [cell.cell.name for cell in judged.undominated]
         boxes = [text.get_window_extent() for text in names]
         assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
         points = [axis.transData.transform(line.get_xydata()[0]) for line in axis.lines if len(line.get_xydata()) == 1]
