@@ -3,82 +3,32 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import importlib.metadata
-import os
-import platform
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lean.cache_groups import CachePlan, plan_cache
 from lean.config import EngineConfig
-from lean.device import choose_device
 from lean.engine import LLM
 from lean.errors import ConfigError, EngineError, UserError
 from lean.eval.cells import EXACT, CacheBytes, Cell, Impossible, Measured, Result, SweepFolder, open_folder
 from lean.eval.corpus import Corpus
 from lean.eval.decode_speed import STEPS, SpeedMeter
 from lean.eval.fidelity import Reference, compare, full_config, read_reference
-from lean.eval.perplexity import BosRule, ScoredText, prepare
+from lean.eval.grid import NEEDLE_DEPTHS, NEEDLE_TRIALS, Grid, describe_sweep
+from lean.eval.perplexity import ScoredText, prepare
 from lean.hub import ModelSource
-from lean.kernels.ops import backend
 from lean.model import ModelInfo, inspect_model
 from lean.quant import BF16, raw_format
 
-NEEDLE_DEPTHS = (0.0, 50.0, 100.0)
-NEEDLE_TRIALS = 3
+if TYPE_CHECKING:
+    from lean.eval.needle import NeedleCell
+
 _LONGEST_SPEED_CONTEXT = 2048  # a longer prompt would take longer to read than all the rest of a cell
 _TASK_CONTEXT = 2048  # what tasks are cut to at least
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What a sweep runs: every format with every residual and window, and the exact cache with every window.
-
-    Attributes:
-        max_tokens: of the text. context: for which the memory is told; it need not be run.
-        needle_lengths, tasks: left out where empty. task_limit: items of each task; None: all.
-    """
-
-    formats: tuple[str, ...]
-    windows: tuple[int | None, ...]
-    residuals: tuple[int, ...]
-    max_tokens: int = 2048
-    context: int = 4096
-    bos: BosRule = "first"
-    needle_lengths: tuple[int, ...] = ()
-    tasks: tuple[str, ...] = ()
-    task_limit: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("max-tokens", self.max_tokens), ("context-of-report", self.context)):
-            if value < 2:
-                raise ConfigError(f"{name} {value} must be at least 2")
-        for kv_dtype in self.formats:
-            EngineConfig(kv_dtype)
-        for window in self.windows:
-            EngineConfig(window=window)
-        for residual in self.residuals:
-            EngineConfig(kv_residual_length=residual)
-
-    def cells(self) -> list[Cell]:
-        """The floor first, then the exact cache with each window, then the others."""
-        windows = dict.fromkeys((None, *self.windows))
-        exact = [Cell(EXACT, window=window) for window in windows]
-        grid = [
-            Cell(kv_dtype, residual, window)
-            for window in dict.fromkeys(self.windows)
-            for residual in self.residuals
-            for kv_dtype in self.formats
-        ]
-        return list(dict.fromkeys((*exact, *grid)))
 
 
 class Progress(Protocol):
@@ -126,7 +76,7 @@ def run_sweep(
         done = {result.cell for result in folder.results}
         pending = [cell for cell in cells if cell not in done]
         if pending:
-            _run(source, base, grid, corpus, info, folder, pending, progress)
+            _run(_Setup(base, grid, corpus, info, progress), source, folder, pending)
         found = {result.cell: result for result in folder.results}
     return Sweep(config, [found[cell] for cell in cells])
 
@@ -147,22 +97,25 @@ def _longest_sequence(info: ModelInfo, grid: Grid) -> int:
     return min(wanted, info.max_position_embeddings)
 
 
-def _run(
-    source: ModelSource,
-    base: EngineConfig,
-    grid: Grid,
-    corpus: Corpus,
-    info: ModelInfo,
-    folder: SweepFolder,
-    pending: Sequence[Cell],
-    progress: Progress,
-) -> None:
+@dataclass(frozen=True)
+class _Setup:
+    """What all cells of a sweep share."""
+
+    base: EngineConfig
+    grid: Grid
+    corpus: Corpus
+    info: ModelInfo
+    progress: Progress
+
+
+def _run(setup: _Setup, source: ModelSource, folder: SweepFolder, pending: Sequence[Cell]) -> None:
+    grid, corpus, progress = setup.grid, setup.corpus, setup.progress
     progress.say("loading the model")
-    exact = LLM(source, full_config(base))
+    exact = LLM(source, full_config(setup.base))
     scored = prepare(exact, corpus, max_tokens=grid.max_tokens, bos=grid.bos)
     prompt = _speed_prompt(exact, corpus, grid)
     if grid.needle_lengths:
-        _needles(exact, corpus, grid)  # says what cannot be, and runs nothing
+        _needle_cells(exact, setup)  # says what cannot be, and runs nothing
     rows = sum(len(part.token_ids) - 1 for part in scored.parts)
     needles = NEEDLE_TRIALS * len(NEEDLE_DEPTHS) * sum(grid.needle_lengths)
     progress.begin(len(pending), len(folder.results), rows + len(prompt) + needles)
@@ -170,25 +123,17 @@ def _run(
     reference = read_reference(exact, scored, progress.advance)
     meter = SpeedMeter(exact, prompt)
     for cell in pending:
-        result = _measure(cell, base, grid, corpus, info, reference, meter, progress)
+        result = _measure(cell, setup, reference, meter)
         folder.append(result)
         progress.ended(result)
         gc.collect()  # engines hold cycles; the next one needs the memory of this one
 
 
-def _measure(
-    cell: Cell,
-    base: EngineConfig,
-    grid: Grid,
-    corpus: Corpus,
-    info: ModelInfo,
-    reference: Reference,
-    meter: SpeedMeter,
-    progress: Progress,
-) -> Result:
+def _measure(cell: Cell, setup: _Setup, reference: Reference, meter: SpeedMeter) -> Result:
     """Run one cell. What the exact cache cannot do either is an error of the sweep."""
+    base, grid, progress = setup.base, setup.grid, setup.progress
     started = time.perf_counter()
-    if reason := why_impossible(cell, base, info):
+    if reason := why_impossible(cell, base, setup.info):
         return Impossible(cell, reason)
     try:
         llm = LLM(reference.llm.model, cell.config(base))
@@ -197,15 +142,8 @@ def _measure(
         progress.say(f"{cell.name}: speed")
         speed = meter.measure(llm)
         progress.advance(speed.context)
-        needle = tasks = None
-        if grid.needle_lengths:
-            progress.say(f"{cell.name}: needles")
-            needle = _needles(llm, corpus, grid, progress)
-        if grid.tasks:
-            from lean.eval.tasks import run_tasks
-
-            progress.say(f"{cell.name}: tasks")
-            tasks = run_tasks(llm, grid.tasks, limit=grid.task_limit)
+        needle = _needles(cell, llm, setup) if grid.needle_lengths else None
+        tasks = _tasks(cell, llm, setup) if grid.tasks else None
     except (UserError, EngineError) as error:
         if cell == Cell(EXACT):
             raise
@@ -213,7 +151,7 @@ def _measure(
     return Measured(
         cell,
         fidelity,
-        cache_bytes(cell, base, info, grid.context),
+        cache_bytes(cell, base, setup.info, grid.context),
         speed,
         window_reached=_window_reached(llm.plan, reference.scored),
         needle=needle,
@@ -260,79 +198,26 @@ def _speed_prompt(llm: LLM, corpus: Corpus, grid: Grid) -> list[int]:
     return (ids * -(-count // len(ids)))[:count]
 
 
-def _needles(llm: LLM, corpus: Corpus, grid: Grid, progress: Progress | None = None) -> dict[str, Any]:
-    """The report of a needle test; empty without ``progress``, when it is only seen whether it can be run."""
-    from lean.eval.needle import needle_report, run_needle
+def _needle_cells(llm: LLM, setup: _Setup) -> Iterator[NeedleCell]:
+    from lean.eval.needle import run_needle
 
-    cells = run_needle(llm, corpus.text, grid.needle_lengths, NEEDLE_DEPTHS, trials=NEEDLE_TRIALS)
-    if progress is None:
-        return {}
+    lengths = setup.grid.needle_lengths
+    return run_needle(llm, setup.corpus.text, lengths, NEEDLE_DEPTHS, trials=NEEDLE_TRIALS)
+
+
+def _needles(cell: Cell, llm: LLM, setup: _Setup) -> dict[str, Any]:
+    from lean.eval.needle import needle_report
+
+    setup.progress.say(f"{cell.name}: needles")
     found = []
-    for cell in cells:
-        found.append(cell)
-        progress.advance(cell.length * cell.trials)
+    for tried in _needle_cells(llm, setup):
+        found.append(tried)
+        setup.progress.advance(tried.length * tried.trials)
     return needle_report(found)
 
 
-# --- what decides the figures ---
+def _tasks(cell: Cell, llm: LLM, setup: _Setup) -> dict[str, Any]:
+    from lean.eval.tasks import run_tasks
 
-
-def describe_sweep(info: ModelInfo, base: EngineConfig, grid: Grid, corpus: Corpus) -> dict[str, Any]:
-    """Plain values that a second run must share to go on with the first."""
-    choices = asdict(grid) | {"windows": ["none" if window is None else window for window in grid.windows]}
-    varied = ("kv_dtype", "kv_residual_length", "window", "threads")
-    engine = {key: value for key, value in asdict(base).items() if key not in varied}
-    return {
-        "model": {
-            "name": info.source.name,
-            "architecture": info.architecture,
-            "parameters": info.parameters,
-            "dtype": str(info.dtype).removeprefix("torch."),
-            "weights": _weights_stamp(info.source),
-        },
-        "corpus": corpus.report(),
-        "grid": {key: list(value) if isinstance(value, tuple) else value for key, value in choices.items()},
-        "needle": {"depths": list(NEEDLE_DEPTHS), "trials": NEEDLE_TRIALS} if grid.needle_lengths else None,
-        "engine": engine,
-        "environment": environment(base),
-    }
-
-
-def _weights_stamp(source: ModelSource) -> str:
-    """Changes when the files of the weights do; their contents are not read."""
-    files = [source.folder / source.gguf_file] if source.gguf_file else sorted(source.folder.glob("*.safetensors"))
-    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
-
-
-def environment(base: EngineConfig) -> dict[str, Any]:
-    """Versions, machine and kernels."""
-    device = choose_device(base.device)
-    try:
-        kernels = backend(device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
-        version = importlib.metadata.version("lean-inference")
-    except importlib.metadata.PackageNotFoundError:  # run from a bare source tree
-        version = "source tree"
-    return {
-        "lean": version,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": importlib.metadata.version("transformers"),
-        "platform": platform.platform(),
-        "cpu": _cpu_name(),
-        "cpus": os.cpu_count(),
-        "threads": base.threads or torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "kernels": kernels,
-    }
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    setup.progress.say(f"{cell.name}: tasks")
+    return run_tasks(llm, setup.grid.tasks, limit=setup.grid.task_limit)

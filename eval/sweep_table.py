@@ -67,9 +67,9 @@ def markdown(judged: Judged) -> str:
     """The table, what could not be run, and the recommendation."""
     head, rows = table(judged)
     widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = [[text.ljust(width) for text, width in zip(row, widths)] for row in (head, *rows)]
-    lines.insert(1, ["-" * max(3, width) for width in widths])
-    parts = ["\n".join(f"| {' | '.join(line)} |" for line in lines)]
+    padded = [[text.ljust(width) for text, width in zip(row, widths)] for row in (head, *rows)]
+    padded.insert(1, ["-" * max(3, width) for width in widths])
+    parts = ["\n".join(f"| {' | '.join(line)} |" for line in padded)]
     if lines := not_run(judged):
         parts.append("\n".join(f"not run: {line}" for line in lines))
     parts += [f"Recommended: {judged.recommendation.cell.cell.name}."]

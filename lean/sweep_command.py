@@ -62,9 +62,10 @@ def sweep(
 
     require_matplotlib()
     from lean.eval.corpus import load_corpus, load_text
+    from lean.eval.grid import Grid
     from lean.eval.perplexity import BOS_RULES
     from lean.eval.report import write_report
-    from lean.eval.sweep import Grid, run_sweep
+    from lean.eval.sweep import run_sweep
     from lean.eval.sweep_table import judge, markdown, sweep_report
     from lean.hub import resolve
 

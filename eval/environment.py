@@ -1,0 +1,57 @@
+"""What a figure was measured on: versions, machine, kernels, weights."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lean.config import EngineConfig
+from lean.device import choose_device
+from lean.errors import ConfigError
+from lean.hub import ModelSource
+from lean.kernels.ops import backend
+
+
+def environment(base: EngineConfig) -> dict[str, Any]:
+    """Versions, machine and kernels."""
+    device = choose_device(base.device)
+    try:
+        kernels = backend(device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        version = importlib.metadata.version("lean-inference")
+    except importlib.metadata.PackageNotFoundError:  # run from a bare source tree
+        version = "source tree"
+    return {
+        "lean": version,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": importlib.metadata.version("transformers"),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count(),
+        "threads": base.threads or torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "kernels": kernels,
+    }
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def weights_stamp(source: ModelSource) -> str:
+    """Changes when the files of the weights do; their contents are not read."""
+    files = [source.folder / source.gguf_file] if source.gguf_file else sorted(source.folder.glob("*.safetensors"))
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
