@@ -33,7 +33,7 @@ def environment(base: EngineConfig) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": importlib.metadata.version("transformers"),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),
         "threads": base.threads or torch.get_num_threads(),

@@ -58,6 +58,8 @@ def sweep(
         raise UserError("--out DIR is missing: where the results go")
     if text is not None and corpus is not None:
         raise UserError("two texts: give --text or --corpus, not both")
+    if limit is not None and (tasks is None or limit < 1):
+        raise UserError(f"limit {limit}: how many items of each of the --tasks, at least 1")
     from lean.eval.plots import require_matplotlib
 
     require_matplotlib()

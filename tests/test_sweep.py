@@ -314,6 +314,7 @@ def test_without_matplotlib_nothing_runs(lean, tmp_path, monkeypatch):
         (("--out", "o", "--formats", "int9"), "int9"),
         (("--out", "o", "--text", "t", "--corpus", "python-docs"), "two texts"),
         (("--out", "o", "--bos", "twice"), "bos 'twice'"),
+        (("--out", "o", "--limit", "3"), "of the --tasks"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(lean, arguments, message):
