@@ -17,8 +17,8 @@ class Speed:
 
     Attributes:
         tokens_per_s, exact_tokens_per_s: from the median step of either.
-        ratio: their quotient. ratio_low, ratio_high: quartiles of the quotients of single steps, which show how much
-            the machine was disturbed.
+        ratio: median over the steps of (seconds of the exact cache's step) / (seconds of this cache's step right after
+            it). ratio_low, ratio_high: their quartiles, which show how much the machine was disturbed.
     """
 
     tokens_per_s: float
@@ -47,8 +47,8 @@ class SpeedMeter:
             pairs.append((_step_seconds(self._exact), _step_seconds(candidate)))
         del pairs[0]  # warm-up
         exact, own = (statistics.median(seconds) for seconds in zip(*pairs))
-        low, _, high = statistics.quantiles([a / b for a, b in pairs], n=4)
-        return Speed(1 / own, 1 / exact, exact / own, low, high, len(self._prompt), STEPS)
+        low, ratio, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+        return Speed(1 / own, 1 / exact, ratio, low, high, len(self._prompt), STEPS)
 
     def _begin(self, llm: LLM, kept: int | None = None) -> int:
         """Run the prompt and the first token behind it; the request has just the steps to go that are measured."""

@@ -81,8 +81,9 @@ def draw_frontier(cells: Sequence[Measured], undominated: Sequence[Measured], lo
     _points(axes[0], shown, undominated, kld, look, with_errors=True)
     _points(axes[1], shown, undominated, perplexity, look)
     axes[0].set_yscale("log")
-    on_edge = " (at the lower edge: rounding alone)" if any(cell.fidelity.kld_mean < lowest for cell in shown) else ""
-    axes[0].set_title(f"mean KLD, nats{on_edge}", loc="left", fontsize=10.5, color=look.ink)
+    least = min(cell.fidelity.kld_mean for cell in shown)
+    below = f" (exact: {max(0.0, least):.0e}, below this scale)" if least < lowest else ""
+    axes[0].set_title(f"mean KLD, nats{below}", loc="left", fontsize=10.5, color=look.ink)
     axes[1].set_title("perplexity", loc="left", fontsize=10.5, color=look.ink)
     for axis in axes:
         axis.margins(x=0.12, y=0.1)
@@ -175,7 +176,7 @@ def _name(
 
     figure: Any = axis.figure
     scale, renderer = figure.dpi / 72, figure._get_renderer()
-    frame = axis.get_window_extent(renderer)
+    frame = axis.get_window_extent(renderer).padded(-4)
 
     def place(cell: Measured) -> Any:
         return axis.transData.transform((cell.nbytes.held / _MIB, value(cell)))

@@ -119,7 +119,7 @@ def how_measured(judged: Judged) -> list[str]:
         f"{grid['context']:,} tokens, told for a bf16 model, beside the bytes of a bf16 cache without blocks that sees "
         "all. Per token: the cache proper.",
         f"Speed: one sequence decoding behind {speed.context:,} tokens, {speed.steps} steps of each cache taking turns "
-        f"with the exact one in the model's dtype; quotient of the medians. The recommended cell: "
+        "with the exact one in the model's dtype; median quotient of their times. The recommended cell: "
         f"{speed.tokens_per_s:.1f} tokens/s, exact {speed.exact_tokens_per_s:.1f}, quartiles of the quotient "
         f"{speed.ratio_low:.2f} to {speed.ratio_high:.2f}.",
     ]

@@ -91,7 +91,7 @@ def test_every_cell_is_measured_with_what_its_name_says(done):
     for cell in done.sweep.measured:
         assert cell.fidelity.tokens_scored == 120
         assert cell.speed.tokens_per_s > 0
-        assert cell.speed.ratio_low <= cell.speed.ratio_high
+        assert cell.speed.ratio_low <= cell.speed.ratio <= cell.speed.ratio_high
 
 
 def test_the_first_cell_is_the_floor_and_formats_lie_above_it(done):
