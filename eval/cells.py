@@ -118,15 +118,20 @@ def from_json(values: dict[str, Any]) -> Result:
 
 
 class SweepFolder:
-    """``config.yaml``, which decides every figure, and ``results.jsonl``, a line per cell in the order they ended."""
+    """``config.yaml``, which decides every figure, and ``results.jsonl``, a line per cell in the order they ended.
 
-    def __init__(self, folder: Path, file: BinaryIO, results: list[Result]) -> None:
-        self.folder = folder
+    The former is written with the first result: what could not begin leaves the folder to another try.
+    """
+
+    def __init__(self, folder: Path, file: BinaryIO, config: dict[str, Any], results: list[Result]) -> None:
         self.results = results
+        self._config_file, self._config = folder / "config.yaml", config
         self._file = file
 
     def append(self, result: Result) -> None:
         """Keep a result: after this call neither a crash nor a power cut loses it."""
+        if not self._config_file.exists():
+            _write_config(self._config_file, self._config)
         self._file.write(json.dumps(to_json(result), allow_nan=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -159,7 +164,7 @@ def open_folder(folder: Path, config: dict[str, Any]) -> Iterator[SweepFolder]:
         whole = written[: written.rfind(b"\n") + 1]
         results = [_read_line(folder, number, line) for number, line in enumerate(whole.splitlines(), 1)]
         file.truncate(len(whole))
-        yield SweepFolder(folder, file, results)
+        yield SweepFolder(folder, file, config, results)
 
 
 def _read_line(folder: Path, number: int, line: bytes) -> Result:
@@ -171,25 +176,28 @@ def _read_line(folder: Path, number: int, line: bytes) -> Result:
         ) from None
 
 
+def _write_config(file: Path, config: dict[str, Any]) -> None:
+    """All of it or nothing."""
+    part = file.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as stream:
+        yaml.safe_dump(config, stream, sort_keys=False, allow_unicode=True)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(file)
+
+
 def _check_config(folder: Path, config: dict[str, Any], begun: bool) -> None:
-    """Compare with the folder's configuration, or write it there, all at once."""
+    """Compare with the folder's configuration, where there is one."""
     file = folder / "config.yaml"
-    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     if not file.exists():
         if begun:
             raise UserError(f"{folder} holds results.jsonl without its config.yaml: give another --out")
-        part = file.with_suffix(".part")
-        with part.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(file)
         return
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot read {file}: {one_line(error)}") from None
-    if difference := _first_difference(found, yaml.safe_load(text)):
+    if difference := _first_difference(found, config):
         raise UserError(
             f"{folder} holds another sweep: {difference}; give another --out, or the options in its config.yaml"
         )

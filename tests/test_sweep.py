@@ -217,6 +217,7 @@ def test_a_window_longer_than_the_text_is_marked(model, tmp_path):
 def test_what_no_engine_can_run_is_an_error_and_not_a_cell(model, tmp_path):
     assert "max-model-len 600 exceeds" in refusal(run, model, tmp_path, base=replace(BASE, max_model_len=600))
     assert not (tmp_path / "results.jsonl").read_bytes()
+    assert len(run(model, tmp_path, replace(GRID, formats=(), windows=(None,))).results) == 1  # the folder is free
 
 
 @pytest.mark.parametrize(
