@@ -129,6 +129,12 @@ def how_measured(judged: Judged) -> list[str]:
             f"Needles: {config['needle']['trials']} prompts for every length and depth ({depths}%), one line with a "
             "number hidden in each, exact match of the greedy answer."
         )
+    for name, task in (cell.tasks or {"tasks": {}})["tasks"].items():
+        cut = task["truncated"]
+        lines.append(
+            f"Task {name} of lm-evaluation-harness: {task['num_items']} items, {task['num_fewshot']} examples before "
+            f"each; {cut['items']} of {cut['of']} truncated (at most {cut['max_tokens_dropped']} tokens dropped)."
+        )
     return lines
 
 

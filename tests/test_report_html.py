@@ -10,7 +10,7 @@ from sweeps import exact, measured
 
 from lean.eval.cells import EXACT, Cell, Impossible
 from lean.eval.plots import Look, draw_frontier, draw_needles
-from lean.eval.report import html, write_report
+from lean.eval.report import how_measured, html, write_report
 from lean.eval.sweep import Sweep
 from lean.eval.sweep_table import judge, markdown, table
 
@@ -121,6 +121,18 @@ def test_recommendation_environment_and_rules_are_there(judged, page):
     assert all(str(value) in words for value in CONFIG["environment"].values())
     assert "71f2ff5d" in words
     assert "2026-01-02T03:04:05+00:00" in words
+
+
+def test_tasks_have_columns_and_say_how_they_were_run():
+    metrics = {"acc": {"value": 0.5, "stderr": 0.1}, "note": {"value": None, "stderr": None}}
+    cut = {"items": 1, "of": 40, "max_tokens_dropped": 7}
+    tasks = {"tasks": {"cloze": {"metrics": metrics, "num_items": 40, "num_fewshot": 0, "truncated": cut}}}
+    judged = judge(Sweep(CONFIG, [exact(tasks=tasks), measured("int8", 52, 0.0003, 0.00001, tasks=tasks)]))
+    head, rows = table(judged)
+    assert head[-3:] == ["cloze acc", "cloze note", ""]
+    assert rows[0][-3:-1] == ["0.500 ±0.100", "-"]
+    assert "Task cloze of lm-evaluation-harness: 40 items" in how_measured(judged)[-1]
+    assert "1 of 40 truncated" in how_measured(judged)[-1]
 
 
 def test_names_are_text_and_not_markup(judged, page):
