@@ -257,6 +257,7 @@ def test_needles_and_tasks_run_on_the_cells_engine(model, tmp_path, monkeypatch)
 @pytest.fixture
 def lean(monkeypatch, capsys):
     """``lean(*arguments)`` -> (stdout, stderr)."""
+    pytest.importorskip("matplotlib")
     app = typer.Typer(add_completion=False)
     app.command()(command)
 
