@@ -181,6 +181,13 @@ def exp(x: float) -> float | None:
     return math.exp(x) if x < 700 else None
 
 
+def in_words(ppl: float | None, digits: int = 4) -> str:
+    """A perplexity as it is printed."""
+    if ppl is None:
+        return "beyond any number"
+    return f"{ppl:.{digits}f}" if ppl < 1e5 else f"{ppl:.4g}"
+
+
 def perplexity(llm: LLM, scored: ScoredText, progress: Callable[[int], None] | None = None) -> Perplexity:
     """Score a prepared text, its parts together as far as they fit. Raises EngineError for non-finite numbers."""
     nll: dict[int, torch.Tensor] = {}

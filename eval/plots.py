@@ -76,7 +76,7 @@ def draw_frontier(cells: Sequence[Measured], undominated: Sequence[Measured], lo
         return max(cell.fidelity.kld_mean, lowest)
 
     def perplexity(cell: Measured) -> float:
-        return cell.fidelity.ppl
+        return float("nan") if cell.fidelity.ppl is None else cell.fidelity.ppl
 
     _points(axes[0], shown, undominated, kld, look, with_errors=True)
     _points(axes[1], shown, undominated, perplexity, look)

@@ -9,6 +9,7 @@ from lean.cache_groups import mib
 from lean.eval.cells import Measured, to_json
 from lean.eval.fidelity import Fidelity
 from lean.eval.frontier import Recommendation, frontier, recommend
+from lean.eval.perplexity import in_words
 from lean.eval.sweep import Sweep
 
 
@@ -42,7 +43,7 @@ def table(judged: Judged) -> tuple[list[str], list[list[str]]]:
     for cell in cells:
         own, size = cell.fidelity, cell.nbytes
         row = [cell.cell.kv_dtype, str(cell.cell.residual or "-"), f"{cell.cell.window:,}" if cell.cell.window else "-"]
-        row += [f"{size.token_ratio:.2f}x", f"{mib(size.held)} ({size.held_ratio:.2f}x)", f"{own.ppl:.3f}"]
+        row += [f"{size.token_ratio:.2f}x", f"{mib(size.held)} ({size.held_ratio:.2f}x)", in_words(own.ppl, 3)]
         row += [f"{own.kld_mean:z.6f} ±{own.kld_stderr:.6f}", f"{own.kld_p999:.4f}", f"{own.top1:.3f}"]
         row += [f"{own.top5:.3f}", f"{cell.speed.ratio:.2f}x"]
         if cell.needle:

@@ -17,11 +17,13 @@ from lean.flags import Json, ModelArgument, choose_model
 from lean.pull import ARTEFACTS
 from lean.run import run
 from lean.signals import INTERRUPTED, interruptible, leave
+from lean.sweep_command import sweep
 from lean.terminal import print_json, stderr
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(run)
 app.add_typer(evaluate.app, name="eval")
+app.command()(sweep)
 app.add_typer(bench_command.app, name="bench")
 
 

@@ -68,20 +68,14 @@ def ppl(
     _print_ppl(report, result if curve else None)
 
 
-def _number(value: float | None) -> str:
-    """A perplexity; None is one that no float holds."""
-    if value is None:
-        return "beyond any number"
-    return f"{value:.4f}" if value < 1e5 else f"{value:.4g}"
-
-
 def _print_ppl(report: dict[str, Any], curve: "Perplexity | None") -> None:
     from lean.cache_groups import mib
+    from lean.eval.perplexity import in_words
 
     error = "" if report["token_ppl"] is None else f" ± {report['token_ppl_stderr']:.4f}"
-    print(f"token perplexity {_number(report['token_ppl'])}{error}")
+    print(f"token perplexity {in_words(report['token_ppl'])}{error}")
     print(
-        f"word {_number(report['word_ppl'])}, byte {_number(report['byte_ppl'])}, "
+        f"word {in_words(report['word_ppl'])}, byte {in_words(report['byte_ppl'])}, "
         f"{report['bits_per_byte']:.4f} bits per byte"
     )
     print(f"NLL {report['nll']:.5f} ± {report['nll_stderr']:.5f} nats per token")
@@ -177,12 +171,14 @@ def kld(
 
 
 def _print_kld(report: dict[str, Any]) -> None:
+    from lean.eval.perplexity import in_words
+
     print(f"mean KLD {report['kld_mean']:.6f} ± {report['kld_stderr']:.6f} nats (exact cache in other chunks: ", end="")
     print(f"{report['floor_kld_mean']:.6f})")
     print(f"median {report['kld_median']:.6f}, 99% {report['kld_p99']:.5f}, 99.9% {report['kld_p999']:.5f}")
     print(f"top-1 agreement {report['top1']:.4f} ± {report['top1_stderr']:.4f}, top-5 {report['top5']:.4f}")
     print(
-        f"perplexity {_number(report['ppl'])}, exact {_number(report['ppl_exact'])}: "
+        f"perplexity {in_words(report['ppl'])}, exact {in_words(report['ppl_exact'])}: "
         f"NLL moved by {report['nll_delta']:+.5f} ± {report['nll_delta_stderr']:.5f}"
     )
     if "greedy_divergence" in report:
