@@ -115,8 +115,8 @@ def _reasons(best: Measured, smallest: Measured, by_size: list[Measured], exact:
             f"{size.held_ratio:.2f} times less with blocks and exact copies counted ({size.token_ratio:.2f} times per "
             "token).",
             f"Over {own.tokens_scored:,} tokens its mean KLD is {own.kld_mean:.6f} ±{own.kld_stderr:.6f}, its "
-            f"perplexity {in_words(own.ppl, 3)} against {in_words(own.ppl_exact, 3)}, and the likeliest token is the same for "
-            f"{own.top1:.1%}. It decodes at {best.speed.ratio:.2f} times the speed of the exact cache.",
+            f"perplexity {in_words(own.ppl, 3)} against {in_words(own.ppl_exact, 3)}, and the likeliest token is the "
+            f"same for {own.top1:.1%}. It decodes at {best.speed.ratio:.2f} times the speed of the exact cache.",
         ]
     smaller = [cell for cell in by_size if cell.nbytes.held < size.held]
     refused = [(cell, why) for cell in smaller if (why := shortcomings(cell, exact))]
@@ -148,8 +148,8 @@ def _windows(cells: Sequence[Measured], exact: Measured) -> list[str]:
             forgets = f" It finds {mine[0]:.0%} of the needles, the exact cache that sees all {theirs[0]:.0%}."
         lines.append(
             f"A window of {window:,} by itself: mean KLD {plain.fidelity.kld_mean:.6f}, perplexity "
-            f"{in_words(plain.fidelity.ppl, 3)} against {in_words(exact.fidelity.ppl_exact, 3)}. The smallest cache not surely worse "
-            f"than that is {best.cell.name}: {mib(best.nbytes.held)} at {best.nbytes.context:,} tokens, and no more "
+            f"{in_words(plain.fidelity.ppl, 3)} against {in_words(exact.fidelity.ppl_exact, 3)}. The smallest cache "
+            f"not surely worse than that is {best.cell.name}: {mib(best.nbytes.held)} at {best.nbytes.context:,} tokens, and no more "
             f"beyond the window.{forgets}"
         )
     return lines

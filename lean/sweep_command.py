@@ -163,7 +163,8 @@ class _Shown:
             found = f"not run: {result.reason}"
         else:
             own = result.fidelity
-            found = f"mean KLD {own.kld_mean:z.6f} ±{own.kld_stderr:.6f}, ppl {in_words(own.ppl, 3)}, {result.seconds:.0f} s"
+            ppl = in_words(own.ppl, 3)
+            found = f"mean KLD {own.kld_mean:z.6f} ±{own.kld_stderr:.6f}, ppl {ppl}, {result.seconds:.0f} s"
         left = (time.monotonic() - self._started) / self._ended * (self._cells - self._ended)
         more = f"; about {max(1, round(left / 60))} min to go" if self._ended < self._cells else ""
         self._bar.console.print(f"{self._ended}/{self._cells} {result.cell.name}: {found}{more}")
