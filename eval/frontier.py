@@ -149,7 +149,7 @@ def _windows(cells: Sequence[Measured], exact: Measured) -> list[str]:
         lines.append(
             f"A window of {window:,} by itself: mean KLD {plain.fidelity.kld_mean:.6f}, perplexity "
             f"{in_words(plain.fidelity.ppl, 3)} against {in_words(exact.fidelity.ppl_exact, 3)}. The smallest cache "
-            f"not surely worse than that is {best.cell.name}: {mib(best.nbytes.held)} at {best.nbytes.context:,} tokens, and no more "
-            f"beyond the window.{forgets}"
+            f"not surely worse than that is {best.cell.name}: {mib(best.nbytes.held)} at {best.nbytes.context:,} "
+            f"tokens, and no more beyond the window.{forgets}"
         )
     return lines
