@@ -26,8 +26,8 @@ lint: .venv/.installed-dev
 bench: .venv/.installed
 	$(BIN)/lean bench decode $(MODEL)
 
-fidelity: .venv/.installed
-	$(BIN)/python -P -m lean.eval.fidelity $(MODEL)
+fidelity: .venv/.installed-dev
+	$(BIN)/lean sweep $(MODEL) --dtype float32 --bos none --out build/fidelity
 
 KERNELS := $(BIN)/python -P -m lean.kernels.report --jobs 2 --head-dim 64 128 256
 NVIDIA := sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120

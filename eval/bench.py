@@ -135,7 +135,8 @@ def print_rows(rows: Sequence[BenchRow], json_too: bool = False) -> None:
             "" if row.peer_ms is None else f"{row.peer_ms:.3g}",
             "" if row.ratio is None else f"{row.ratio:.2f}x",
         )
-    Console(highlight=False, width=None).print(table)
+    console = Console(highlight=False)
+    Console(highlight=False, width=max(console.width, 110)).print(table)  # whole columns in pipes and files too
 
 
 def _short(value: object) -> object:
