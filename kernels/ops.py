@@ -5,7 +5,7 @@ tensor and no typed views. The torch reference serves every device that has no f
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -77,6 +77,11 @@ def backend(device: torch.device) -> str:
     return f"torch reference ({device.type})"
 
 
+def is_recordable(device: torch.device) -> bool:
+    """Whether a CUDA graph can record both ops: the reference reads sequence lengths on the host, kernels do not."""
+    return device.type == "cuda" and not backend(device).startswith("torch reference")
+
+
 @dataclass(frozen=True)
 class LayerPool:
     """One layer's share of a block pool.
@@ -85,11 +90,16 @@ class LayerPool:
         arena: uint8 [num_blocks, block_bytes]; block 0 is the null block.
         layout: the layer's part of a block.
         offset: where in a block that part starts, in bytes.
+        codes: K's and V's format as numbers, and
+        frame: what two pools that serve one query have in common: KV heads, dims, block size, rotations. Both are read
+            in every layer of every step, and so made once.
     """
 
     arena: torch.Tensor
     layout: KVLayout
     offset: int
+    codes: tuple[int, int] = field(init=False, repr=False)
+    frame: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -106,6 +116,10 @@ class LayerPool:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {layout.block_size}")
         if not (layout.k_format.supports(layout.k_dim) and layout.v_format.supports(layout.v_dim)):
             raise ValueError(f"head dims {layout.k_dim}/{layout.v_dim} must be divisible by 8 for this format")
+        k, v = layout.k_format, layout.v_format
+        object.__setattr__(self, "codes", (k.code, v.code))
+        frame = layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size, k.rotate, v.rotate
+        object.__setattr__(self, "frame", frame)
 
 
 def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -127,22 +141,8 @@ def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mappi
         slot_mapping,
         pool.offset,
         layout.block_size,
-        layout.k_format.code,
-        layout.v_format.code,
+        *pool.codes,
     )
-
-
-def _check_exact(main: KVLayout, exact: KVLayout) -> None:
-    """Both pools share one query, one output and one block size, and so one basis."""
-
-    def shape(layout: KVLayout) -> tuple:
-        return layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size
-
-    def basis(layout: KVLayout) -> tuple:
-        return layout.k_format.rotate, layout.v_format.rotate
-
-    if shape(main) != shape(exact) or basis(main) != basis(exact):
-        raise ValueError(f"the exact pool {exact} does not match {main} in heads, dims, block size and rotation")
 
 
 def paged_attention(
@@ -181,10 +181,10 @@ def paged_attention(
     Returns:
         [num_tokens, num_q_heads, v_dim] in the query's dtype; rows beyond query_start_loc[-1] are zeros.
     """
-    layout = pool.layout
+    layout, num_seqs = pool.layout, seq_lens.shape[0]
     if query.dim() != 3 or query.shape[2] != layout.k_dim or query.shape[1] % layout.num_kv_heads:
         raise ValueError(f"query {tuple(query.shape)} does not fit {layout}")
-    if query_start_loc.shape[0] != seq_lens.shape[0] + 1 or block_tables.shape[0] != seq_lens.shape[0]:
+    if query_start_loc.shape[0] != num_seqs + 1 or block_tables.shape[0] != num_seqs:
         raise ValueError("query_start_loc, seq_lens and block_tables disagree about the number of sequences")
     if block_tables.dtype.is_floating_point:
         raise ValueError(f"block_tables must hold integers, not {block_tables.dtype}")
@@ -199,14 +199,16 @@ def paged_attention(
     if num_exact_sinks and exact is None:
         raise ValueError("num_exact_sinks needs a residual")
     if exact is not None and exact_block_tables is not None:
-        _check_exact(layout, exact.layout)
-        if exact_block_tables.shape[0] != seq_lens.shape[0]:
+        if exact.frame != pool.frame:
+            raise ValueError(
+                f"the exact pool {exact.layout} does not match {layout} in heads, dims, block size and rotation"
+            )
+        if exact_block_tables.shape[0] != num_seqs:
             raise ValueError("exact_block_tables and seq_lens disagree about the number of sequences")
     if query_sink is not None and query_sink.shape != query.shape:
         raise ValueError(f"query_sink {tuple(query_sink.shape)} is not shaped like query {tuple(query.shape)}")
     if sink_logits is not None and sink_logits.shape != (query.shape[1],):
         raise ValueError(f"sink_logits {tuple(sink_logits.shape)} must be [{query.shape[1]}]")
-    exact_layout = exact.layout if exact is not None else layout
     return torch.ops.lean.paged_attention(
         query,
         query_sink,
@@ -222,10 +224,8 @@ def paged_attention(
         layout.block_size,
         layout.num_kv_heads,
         layout.v_dim,
-        layout.k_format.code,
-        layout.v_format.code,
-        exact_layout.k_format.code,
-        exact_layout.v_format.code,
+        *pool.codes,
+        *(pool if exact is None else exact).codes,
         float(scale),
         float(softcap),
         window,

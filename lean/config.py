@@ -69,6 +69,8 @@ class EngineConfig:
         threads: CPU threads of this process; torch's own choice.
         deterministic: linear layers and expert products in fixed row tiles, so that chunking and company do not change
             a single bit.
+        compile: torch.compile the decoder for decode steps, which takes a while at the first start.
+        enforce_eager: no CUDA graphs on a GPU.
         trust_remote_code: let transformers run code that lies in the model's folder.
     """
 
@@ -90,6 +92,8 @@ class EngineConfig:
     device: str = "auto"
     threads: int | None = None
     deterministic: bool = False
+    compile: bool = False
+    enforce_eager: bool = False
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -133,6 +137,11 @@ class EngineConfig:
             raise ConfigError(
                 f"max-num-batched-tokens {self.max_num_batched_tokens} is less than max-num-seqs {self.max_num_seqs}: "
                 "every running sequence needs a token in every step"
+            )
+        if self.compile and self.deterministic:
+            raise ConfigError(
+                "--compile does not go with --deterministic: fused code adds in another order than the eager steps; "
+                "leave one of them out"
             )
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ConfigError("num-blocks and kv-memory both set the size of the cache: give one of them")

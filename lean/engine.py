@@ -14,11 +14,12 @@ from lean import rotary
 from lean.block_manager import BlockManager
 from lean.cache_groups import CacheSize, plan_cache, size_cache
 from lean.config import EngineConfig
+from lean.decode_graph import CudaGraphs, keep_compiled_code
 from lean.detokenizer import Detokenizer
 from lean.device import cache_share, choose_device, free_bytes
 from lean.errors import ConfigError, EngineError, RequestError
 from lean.hub import ModelSource, resolve
-from lean.kernels.ops import backend
+from lean.kernels.ops import backend, is_recordable
 from lean.kv_cache import CacheUse, KVCache, cache_use
 from lean.model import LoadedModel, ModelInfo, inspect_model, load_model
 from lean.output import draw, end, joined, score_prompt
@@ -106,7 +107,29 @@ class LLM:
         if self.plan.window:
             rotation = try_rotation(self._runner, self._manager)
             self._runner.sink_rotary = rotation if self.plan.num_sink_tokens else None
+        self.records = not config.enforce_eager and is_recordable(device)  # decode steps are CUDA graphs
+        self.graph_bytes = 0  # memory they take
+        if config.compile or self.records:
+            self._prepare_decode(device)
         self.load_s = time.perf_counter() - started
+
+    def _prepare_decode(self, device: torch.device) -> None:
+        """Compile or record the decode steps. Raises ModelError."""
+        compiles, seqs = self.config.compile, self.config.max_num_seqs
+        free = free_bytes(device)
+        seconds = self._runner.prepare_decode(
+            seqs,
+            self.size.max_model_len,
+            "inductor" if compiles else None,
+            CudaGraphs() if self.records else None,
+        )
+        if self.records:
+            self.graph_bytes = max(0, free - free_bytes(device))
+        if compiles:
+            self.notes.append(
+                f"compiling decode steps of up to {seqs} sequences took {seconds:.0f} s; "
+                f"kept for the next run in {keep_compiled_code()}"
+            )
 
     def _size(self, info: ModelInfo, device: torch.device) -> CacheSize:
         free, share = free_bytes(device), cache_share(device)

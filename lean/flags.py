@@ -94,6 +94,12 @@ def _engine_flags(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whatever the chunk or batch; slower.")
     ] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="torch.compile decode steps: a slow first start, then faster tokens.")
+    ] = False,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="On a GPU: no CUDA graphs; slower, less memory.")
+    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
@@ -156,7 +162,8 @@ def start(name: str, source: "ModelSource", options: "Options") -> "LLM":
     from lean.engine import LLM
     from lean.report import start_up_line
 
-    with stderr.status(Text(f"loading {name}")):
+    compiling = ", and compiling its decode steps" if options.engine.compile else ""
+    with stderr.status(Text(f"loading {name}{compiling}")):
         llm = LLM(source, options.engine)
     for note in llm.notes:
         stderr.print(f"note: {note}")

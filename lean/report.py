@@ -37,6 +37,8 @@ def start_up_line(llm: "LLM") -> str:
         fit = "one sequence fits" if seqs == 1 else f"{seqs} sequences fit"
     weights = f"; {weights_line(llm.model.weights)}" if llm.model.weights else ""
     mode = ", deterministic" if llm.config.deterministic else ""
+    mode += ", compiled decode" if llm.config.compile else ""
+    mode += f", CUDA graphs ({mib(llm.graph_bytes)})" if llm.records else ""
     formats = " and ".join(dict.fromkeys(pool.name for pool in plan.pools if not pool.exact))
     return (
         f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}{weights}; "

@@ -1,18 +1,23 @@
 """Runs one step: packs the scheduled chunks, calls the model, and reads logits off hidden states."""
 
+import itertools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
+import numpy
 import torch
 
 from lean.attention import AttentionBatch, Observer
 from lean.block_manager import BlockManager
+from lean.decode_graph import DecodeBatch, DecodeSteps, Step
 from lean.kernels.layout import sink_shift
 from lean.kernels.reference import read_slots
 from lean.kv_cache import KVCache
 from lean.model import LoadedModel
 from lean.products import RowTiledProducts
-from lean.rotary import SinkRotary
+from lean.rotary import SinkRotary, SinkTurn
 from lean.scheduler import Chunk
 
 
@@ -26,41 +31,86 @@ class Runner:
         self._deterministic = deterministic
         self.sink_rotary: SinkRotary | None = None  # given where sinks stay visible beyond a window
         self.position_offset = 0  # added to every position the rotary sees; attention is relative, so tests can move it
+        self.decode_steps: DecodeSteps | None = None  # given where decode steps are compiled or recorded
 
     def _products(self) -> AbstractContextManager:
         return RowTiledProducts() if self._deterministic else nullcontext()
 
+    @torch.inference_mode()
+    def prepare_decode(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        backend: str | Callable | None,
+        record: Callable[[Step], Step] | None,
+    ) -> float:
+        """Run decode steps of up to ``max_num_seqs`` sequences compiled by torch.compile's ``backend``, recorded, or
+        both, from now on. Returns the seconds that took. Raises ModelError for a model that cannot."""
+        model, cache, products = self.model, self.cache, self._products
+
+        def decoder(input_ids: torch.Tensor, position_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+            return model.hidden(input_ids, position_ids, attention_batch=batch, kv_cache=cache)
+
+        def tiled(*inputs: Any) -> torch.Tensor:
+            with products():
+                return decoder(*inputs)
+
+        info = model.info
+        batch = DecodeBatch(self._manager, max_num_seqs, max_model_len, model.device, info.dtype, self.sink_rotary)
+        steps = DecodeSteps(
+            info.source.name, tiled if self._deterministic else decoder, batch, backend=backend, record=record
+        )
+        seconds = steps.warm_up()
+        self.decode_steps = steps
+        return seconds
+
+    def _shifts(self, positions: list[int]) -> list[int]:
+        """By how much the query at each position is turned back for the sinks; empty where it never is."""
+        if self.sink_rotary is None:
+            return []
+        group = next(group for group in self.cache.plan.groups if group.num_sink_tokens)
+        return [sink_shift(position, group.window, group.num_sink_tokens) for position in positions]
+
     def batch(self, chunks: list[Chunk]) -> AttentionBatch:
         """Where the chunks' tokens lie in the cache."""
-        size = self._manager.block_size
+        size, device = self._manager.block_size, self.model.device
         lengths = [chunk.end - chunk.start for chunk in chunks]
-        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in chunks])
+        positions = numpy.concatenate([numpy.arange(chunk.start, chunk.end) for chunk in chunks])
+        rows = numpy.repeat(numpy.arange(len(chunks)), lengths)
+        blocks, slots_in_block = positions // size, positions % size
         slots, tables = [], []
         for pool in range(len(self._manager.pools)):
-            ids = [torch.frombuffer(self._manager.table(c.request.id, pool), dtype=torch.int32) for c in chunks]
-            tables.append(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True))
-            rows = torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(lengths))
-            slots.append(tables[-1][rows, positions // size].long() * size + positions % size)
-        device = self.model.device
-        turn = None
-        if self.sink_rotary is not None:
-            group = next(group for group in self.cache.plan.groups if group.num_sink_tokens)
-            shifts = [sink_shift(p, group.window, group.num_sink_tokens) for p in positions.tolist()]
-            turn = self.sink_rotary.back(torch.tensor(shifts), device) if any(shifts) else None
+            ids = [numpy.frombuffer(self._manager.table(c.request.id, pool), numpy.int32) for c in chunks]
+            table = numpy.zeros((len(chunks), max(map(len, ids))), numpy.int32)
+            for row, own in zip(table, ids):
+                row[: len(own)] = own
+            tables.append(torch.from_numpy(table).to(device))
+            slots.append(torch.from_numpy(table[rows, blocks].astype(numpy.int64) * size + slots_in_block).to(device))
+        turn, shifts = None, self._shifts(positions.tolist())
+        if self.sink_rotary is not None and any(shifts):
+            turn = self._turn(self.sink_rotary.back(torch.tensor(shifts), device))
         return AttentionBatch(
-            query_start_loc=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device),
+            query_start_loc=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
             seq_lens=torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32, device=device),
-            positions=positions.to(device),
-            slot_mapping=tuple(s.to(device) for s in slots),
-            block_tables=tuple(t.to(device) for t in tables),
+            positions=torch.from_numpy(positions).to(device),
+            slot_mapping=tuple(slots),
+            block_tables=tuple(tables),
             sink_turn=turn,
         )
+
+    def _turn(self, turn: SinkTurn) -> SinkTurn:
+        """In the dtype that every layer would make of it."""
+        wide = torch.promote_types(self.model.info.dtype, torch.float32)
+        return replace(turn, cos=turn.cos.to(wide), sin=turn.sin.to(wide))
 
     @torch.inference_mode()
     def run(self, chunks: list[Chunk], observer: Observer | None = None) -> torch.Tensor:
         """Write the chunks' K/V and return the last hidden state of every row, [num_tokens, hidden_size]."""
         self.cache.copy(self._manager.copies)
         self._manager.copies.clear()
+        steps = self.decode_steps
+        if steps is not None and observer is None and not self.position_offset and steps.takes(chunks):
+            return steps.run(chunks, self._shifts([chunk.start for chunk in chunks]))
         batch = replace(self.batch(chunks), observer=observer)
         ids = [token for chunk in chunks for token in chunk.token_ids]
         with self._products():
