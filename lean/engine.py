@@ -109,6 +109,8 @@ class LLM:
             self._runner.sink_rotary = rotation if self.plan.num_sink_tokens else None
         self.records = not config.enforce_eager and is_recordable(device)  # decode steps are CUDA graphs
         self.graph_bytes = 0  # memory they take
+        if device.type == "cuda" and not (self.records or config.enforce_eager):
+            self.notes.append(f"no CUDA graphs with these kernels ({self.kernels}): decode steps run eagerly")
         if config.compile or self.records:
             self._prepare_decode(device)
         self.load_s = time.perf_counter() - started
