@@ -176,11 +176,15 @@ class CudaGraphs:
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
         """What is returned runs the step's kernels again, on the same tensors, the one it returned included."""
+        with torch.cuda.device(self._device):
+            return self._record(step)
+
+    def _record(self, step: Step) -> Step:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # what libraries and compilers do at first must not be recorded
@@ -271,11 +275,8 @@ class DecodeSteps:
             return self._decoder
         if rows not in self._decoders:
             keep_compiled_code()
-            # torch.compile keeps what it made by code object, and a few at most: each bucket has a code object of its
-            # own, and so one result. No guard is needed, since modules, shapes and tensors never change.
-            own = types.FunctionType(self._decoder.__code__.replace(), *_rest(self._decoder))
             self._decoders[rows] = torch.compile(
-                own,
+                _own_copy(self._decoder),
                 fullgraph=True,
                 dynamic=False,
                 backend=self._backend,
@@ -284,9 +285,15 @@ class DecodeSteps:
         return self._decoders[rows]
 
 
-def _rest(function: Any) -> tuple:
-    """What `types.FunctionType` takes beside the code."""
-    return function.__globals__, function.__name__, function.__defaults__, function.__closure__
+def _own_copy(function: Any) -> Any:
+    """The function with a code object of its own.
+
+    torch.compile keeps its results by code object, a few at most, and tells them apart by guards, which take 3% of a
+    step. A copy for every bucket has a single result, and nothing that it depends on ever changes: the modules, the
+    shapes and the tensors themselves.
+    """
+    code, names = function.__code__.replace(), function.__globals__
+    return types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
 
 
 def keep_compiled_code() -> str:

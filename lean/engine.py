@@ -107,11 +107,11 @@ class LLM:
         if self.plan.window:
             rotation = try_rotation(self._runner, self._manager)
             self._runner.sink_rotary = rotation if self.plan.num_sink_tokens else None
-        self.records = not config.enforce_eager and is_recordable(device)  # decode steps are CUDA graphs
-        self.graph_bytes = 0  # memory they take
-        if device.type == "cuda" and not (self.records or config.enforce_eager):
+        self.cuda_graphs = not config.enforce_eager and is_recordable(device)
+        self.graph_bytes = 0  # memory that CUDA graphs take
+        if device.type == "cuda" and not (self.cuda_graphs or config.enforce_eager):
             self.notes.append(f"no CUDA graphs with these kernels ({self.kernels}): decode steps run eagerly")
-        if config.compile or self.records:
+        if config.compile or self.cuda_graphs:
             self._prepare_decode(device)
         self.load_s = time.perf_counter() - started
 
@@ -123,9 +123,9 @@ class LLM:
             seqs,
             self.size.max_model_len,
             "inductor" if compiles else None,
-            CudaGraphs() if self.records else None,
+            CudaGraphs(device) if self.cuda_graphs else None,
         )
-        if self.records:
+        if self.cuda_graphs:
             self.graph_bytes = max(0, free - free_bytes(device))
         if compiles:
             self.notes.append(
@@ -288,12 +288,12 @@ class LLM:
             drawing = [index for index, c in enumerate(chunks) if c.completes and not c.request.keep_hidden]
             logits = self._runner.logits(torch.cat([rows[i][-1:] for i in drawing])) if drawing else hidden[:0]
             logits[:, self.model.token_limit :] = -torch.inf
-            finite = logits[:, : self.model.token_limit].isfinite().all(-1).tolist()
-            drawn = {index: row for index, row, ok in zip(drawing, logits, finite) if ok}
-            healthy = [
-                (index in drawn or index not in drawing) and bool(rows[index].isfinite().all())
-                for index in range(len(chunks))
-            ]
+            # Asked all at once: the host waits for the device at every answer that it reads.
+            checked = logits[:, : self.model.token_limit].isfinite().all(-1), hidden.isfinite().all(-1)
+            finite = iter(torch.cat(checked).tolist())
+            drawn = {index: row for index, row in zip(drawing, logits) if next(finite)}
+            sound = [all([*itertools.islice(finite, len(own))]) for own in rows]
+            healthy = [ok and (index in drawn or index not in drawing) for index, ok in enumerate(sound)]
             for chunk, own, ok in zip(chunks, rows, healthy):
                 if ok and chunk.request.params.prompt_logprobs is not None:
                     score_prompt(chunk, own, self._runner, self.model.token_limit)

@@ -38,7 +38,7 @@ def start_up_line(llm: "LLM") -> str:
     weights = f"; {weights_line(llm.model.weights)}" if llm.model.weights else ""
     mode = ", deterministic" if llm.config.deterministic else ""
     mode += ", compiled decode" if llm.config.compile else ""
-    mode += f", CUDA graphs ({mib(llm.graph_bytes)})" if llm.records else ""
+    mode += f", CUDA graphs ({mib(llm.graph_bytes)})" if llm.cuda_graphs else ""
     formats = " and ".join(dict.fromkeys(pool.name for pool in plan.pools if not pool.exact))
     return (
         f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}{weights}; "
