@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lean.block_manager import PoolRule
 from lean.config import EngineConfig
@@ -34,15 +35,15 @@ class PoolSpec:
     num_sink_tokens: int
     exact: bool  # the exact copies beside a quantized pool
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         return sum(layout.nbytes for layout in self.layouts)
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> int:
         return sum(layout.bytes_per_token for layout in self.layouts)
 
-    @property
+    @cached_property
     def bytes_per_token_bf16(self) -> int:
         """What a token would take here as bf16."""
         return sum(replace(layout, k_format=BF16, v_format=BF16).bytes_per_token for layout in self.layouts)
@@ -58,7 +59,7 @@ class PoolSpec:
             return blocks
         return min(blocks, blocks_for(self.num_sink_tokens, block_size) + _most_blocks_spanned(self.window, block_size))
 
-    @property
+    @cached_property
     def name(self) -> str:
         k, v = self.layouts[0].k_format, self.layouts[0].v_format
         return describe(replace(k, rotate=False), replace(v, rotate=False)) if self.exact else describe(k, v)

@@ -297,5 +297,13 @@ def _own_copy(function: Any) -> Any:
 
 
 def keep_compiled_code() -> str:
-    """Where compiled code stays for the next run: TORCHINDUCTOR_CACHE_DIR, else a folder beside the models."""
-    return os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "compiled"))
+    """Where compiled code stays for the next run: TORCHINDUCTOR_CACHE_DIR, else a folder beside the models.
+
+    Importing torch's compiler writes its default, a temporary folder, into that variable: this counts as not given.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    name, default = "TORCHINDUCTOR_CACHE_DIR", default_cache_dir()
+    if os.environ.get(name, default) == default:
+        os.environ[name] = str(cache_dir() / "compiled")
+    return os.environ[name]

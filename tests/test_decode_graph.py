@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import refusal
 from tiny import KINDS, tokens
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from lean import LLM, EngineConfig, SamplingParams
 from lean.decode_graph import DecodeBatch, Step, buckets, keep_compiled_code
@@ -233,6 +234,8 @@ def test_the_torch_reference_is_never_recorded():
 
 def test_compiled_code_is_kept_beside_the_models_unless_told_otherwise(home, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert keep_compiled_code() == str(home / "compiled")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch leaves it
     assert keep_compiled_code() == str(home / "compiled")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     assert keep_compiled_code() == "/elsewhere"

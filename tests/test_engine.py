@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from lean.config import EngineConfig
-from lean.engine import LLM
+from lean.engine import LLM, _finite
 from lean.errors import EngineError
 from lean.request import SamplingParams
 
@@ -264,3 +264,12 @@ def test_a_step_that_failed_is_taken_back_and_can_be_run_again(engine, monkeypat
     while llm.has_work:
         parts += llm.step()
     assert [token for part in parts for token in part.token_ids] == whole.token_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_number_that_is_not_finite_spoils_its_row_and_no_other(dtype):
+    most = torch.finfo(dtype).max
+    rows = torch.tensor([[most, -most, 0.0]]).repeat(5, 1).to(dtype)
+    rows[1, 2], rows[2, 0], rows[4, 1] = torch.nan, torch.inf, -torch.inf
+    assert _finite(rows).tolist() == [True, False, False, True, False]
+    assert _finite(rows[:0]).tolist() == []
