@@ -265,7 +265,7 @@ class DecodeSteps:
         return self._steps[rows]
 
     def _why(self, error: Exception) -> str:
-        reason = one_line(getattr(error, "msg", None) or error, 300)
+        reason = one_line((str(getattr(error, "msg", error)).strip() or type(error).__name__).splitlines()[0])
         if self._backend is not None:
             return f"its decode step cannot be compiled as one graph ({reason}): leave --compile out"
         return f"its decode step cannot be recorded as a CUDA graph ({reason}): use --enforce-eager"
