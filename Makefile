@@ -13,7 +13,7 @@ demo: .venv/.installed
 	$(BIN)/lean run $(MODEL) "$(PROMPT)"
 
 test: .venv/.installed-dev
-	$(BIN)/python -P -m pytest
+	$(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 test-slow: .venv/.installed-dev
 	$(BIN)/python -P -m pytest -m slow
