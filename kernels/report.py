@@ -164,7 +164,6 @@ def plan(variant: Variant) -> tuple[Launch, KVLayout]:
             residual,
             SINKS if residual else 0,
             target=variant.target_tuple,
-            one_kernel=False,
         )
     return next(launch for launch in launches if launch.kernel.__name__ == variant.kernel), layout
 

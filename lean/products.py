@@ -3,21 +3,25 @@
 A BLAS picks another kernel for another number of rows and may add in another order. Here every product of activations
 with a weight is cut into tiles of ROW_TILE rows, the last one padded, and each tile is one product of the same shape.
 Activations are composed of exp, tanh, erf and arithmetic: torch's fused ones round the end of a vector differently from
-its middle, so a row's bits would depend on its place in the tensor and on how threads share it.
+its middle, so a row's bits would depend on its place in the tensor and on how threads share it. On a GPU, where single
+rows have a kernel of their own, attention gets each row as a sequence of its own.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lean.kernels.ops  # noqa: F401 - defines torch.ops.lean
 from lean.errors import ModelError
 
 ROW_TILE = 16
 WAY_OUT = "load the model with --deterministic, or leave that out"
 _aten = torch.ops.aten
+_attention = torch.ops.lean.paged_attention.default
+_ATTENTION_ARGUMENTS = [argument.name for argument in _attention._schema.arguments]
 
 
 def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -47,6 +51,22 @@ def row_tiled_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = N
     return torch.cat([torch.mm(tile, b) if bias is None else torch.addmm(bias, tile, b) for tile in tiles])[:rows]
 
 
+def rows_apart(args: Sequence[Any]) -> list[Any]:
+    """The arguments of `torch.ops.lean.paged_attention` with every row as a sequence of its own: the same outcome, from
+    the kernel that serves decode steps, whatever the rows' chunk. Asks the device for nothing."""
+    named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=True))
+    query, starts, lengths = named["query"], named["query_start_loc"], named["seq_lens"]
+    row = torch.arange(query.shape[0], dtype=starts.dtype, device=query.device)
+    owner = torch.searchsorted(starts[1:], row, right=True)
+    belongs = owner < lengths.shape[0]  # rows of no sequence see no key
+    owner = owner.clamp(max=lengths.shape[0] - 1)
+    named["seq_lens"] = torch.where(belongs, lengths[owner] - starts[owner + 1] + row + 1, 0).to(lengths.dtype)
+    named["query_start_loc"] = torch.arange(query.shape[0] + 1, dtype=starts.dtype, device=query.device)
+    for name in ("block_tables", "exact_block_tables"):
+        named[name] = None if named[name] is None else named[name][owner]
+    return list(named.values())
+
+
 class RowTiledProducts(TorchDispatchMode):
     """While active, products run row tile by row tile; what cannot be tiled raises ModelError."""
 
@@ -67,6 +87,8 @@ class RowTiledProducts(TorchDispatchMode):
         if func in (_aten.matmul.default, _aten.einsum.default):
             with self:
                 return func.decompose(*args, **kwargs)
+        if func is _attention and args[0].is_cuda:
+            return func(*rows_apart(args))
         if func.overloadpacket in _REFUSED:
             shapes = " x ".join(str(list(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
             raise ModelError(f"deterministic mode cannot keep the rows of {func.name()} ({shapes}) apart: {WAY_OUT}")

@@ -296,7 +296,7 @@ def test_a_launch_depends_on_shapes_alone() -> None:
             out, launches = launch.plan_paged_attention(
                 query, query, arena, tables, exact_arena, tables, *lengths, None,
                 0, 0, 16, 2, 64, *codes, 0.125, 0.0, 70, 4, 16, 4,
-                target=TARGET, one_kernel=False,
+                target=TARGET,
             )  # fmt: skip
             assert out.shape == query.shape
             assert [planned.kernel.__name__ for planned in launches] == [
@@ -313,14 +313,14 @@ ROW_HEADS = Heads(3, 1, 32, 32)
 ROWS = Tokens.random(COUNT, ROW_HEADS)
 
 
-def run(kv_dtype: str, rule: Rule, bounds: tuple[int, ...], *, one_kernel: bool = False, seed: int = 0) -> torch.Tensor:
+def run(kv_dtype: str, rule: Rule, bounds: tuple[int, ...], *, apart: bool = False, seed: int = 0) -> torch.Tensor:
     """Rows from bounds[0] on, in steps that end at the other bounds."""
     cache = PagedCache(ROW_HEADS, kv_dtype, [COUNT], exact_dtype=torch.float32, seed=seed)
     cache.write([(0, ROWS, 0, bounds[0])])
     rows = []
     for start, stop in pairwise(bounds):
         cache.write([(0, ROWS, start, stop)])
-        with triton_kernels(one_kernel=one_kernel):
+        with triton_kernels(apart=apart):
             rows += cache.attend([(0, ROWS, start, stop)], rule)
     return torch.cat(rows)
 
@@ -334,11 +334,11 @@ def test_prefill_chunks_of_any_size_give_the_bits_of_one_shot(kv_dtype: str, rul
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "k8v4"])
-def test_one_kernel_for_all_gives_the_bits_of_decoding_token_by_token(kv_dtype: str) -> None:
+def test_deterministic_mode_gives_the_bits_of_decoding_token_by_token(kv_dtype: str) -> None:
     rule = RULES["everything"]
     stepwise = run(kv_dtype, rule, tuple(range(150, 156)))
     for bounds in ((150, 155), (150, 152, 155)):
-        assert same_bits(run(kv_dtype, rule, bounds, one_kernel=True), stepwise)
+        assert same_bits(run(kv_dtype, rule, bounds, apart=True), stepwise)
 
 
 @pytest.mark.parametrize(("kv_dtype", "rule"), [("int8", "full"), ("fp8", "everything"), ("int4", "everything")])

@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from lean.products import rows_apart
+
 with patch.dict(os.environ, TRITON_INTERPRET="1"):
     from lean.kernels.triton import launch, parameters
 
@@ -31,9 +33,10 @@ def _kv_write(*args: object) -> None:
         planned.run()
 
 
-def _attention(one_kernel: bool):
+def _attention(apart: bool):
     def call(*args: object) -> torch.Tensor:
-        out, launches = launch.plan_paged_attention(*args, target=TARGET, one_kernel=one_kernel)
+        args = rows_apart(args) if apart else args
+        out, launches = launch.plan_paged_attention(*args, target=TARGET)
         for planned in launches:  # what kernels leave unwritten is poison
             for name in {"parts", "sums"} & planned.arguments.keys():
                 planned.arguments[name].fill_(torch.nan)
@@ -45,11 +48,11 @@ def _attention(one_kernel: bool):
 
 
 @contextmanager
-def triton_kernels(*, one_kernel: bool = False) -> Iterator[None]:
-    """Inside, `lean.kernels.ops` runs the Triton kernels, interpreted."""
+def triton_kernels(*, apart: bool = False) -> Iterator[None]:
+    """Inside, `lean.kernels.ops` runs the Triton kernels, interpreted; ``apart``: as in deterministic mode."""
     with (
         patch.dict(os.environ, TRITON_INTERPRET="1"),
         patch.object(torch.ops.lean, "kv_write", _kv_write),
-        patch.object(torch.ops.lean, "paged_attention", _attention(one_kernel)),
+        patch.object(torch.ops.lean, "paged_attention", _attention(apart)),
     ):
         yield

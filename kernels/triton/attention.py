@@ -176,8 +176,8 @@ def attend(
     """Add the keys j in lo .. hi with near <= position - j < far to every row's state.
 
     query: from `query_for`, its factor turning a dot product into a score (in log2 units, without SOFTCAP).
-    positions: int32 [ROWS], which
-    lie in first_position .. last_position. pool: `PoolArguments` with the sequence's own row of the block table.
+    positions: int32 [ROWS], which lie in first_position .. last_position. pool: (the sequence's row of the block table,
+    arena, block stride, offsets of K's scales, V's codes, V's scales).
 
     Tiles start at multiples of TILE, so a row meets its keys in the same order whatever rows are beside it; a tile it
     does not see leaves its state as it was, to the bit.
@@ -302,8 +302,7 @@ def attend_ranges(
 
     q, q_sink: (pointer, offsets, mask) of the query rows, which every range loads for itself: that holds fewer
     registers than one copy for all. K_ROTATION turns them into the stored basis. scale: to log2 units, without
-    softcap. RULE: which of window, sinks, sinks read
-    from the main pool, residual, softcap there are.
+    softcap. RULE: which of window, sinks, sinks read from the main pool, residual, softcap there are.
     """
     HAS_WINDOW: tl.constexpr = RULE[0]
     HAS_SINKS: tl.constexpr = RULE[1]

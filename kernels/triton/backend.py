@@ -1,6 +1,7 @@
-"""The two ops on CUDA and HIP devices."""
+"""The two ops on CUDA and HIP devices, and, where Triton interprets its kernels, on a CPU."""
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,12 +14,18 @@ from lean.quant import KVFormat
 
 
 @cache
-def target_of(index: int) -> Target:
-    """What the kernels are compiled for on device ``index``."""
-    properties = torch.cuda.get_device_properties(index)
+def target_of(device: torch.device) -> Target:
+    """What the kernels are compiled for on ``device``."""
+    if device.type == "cpu":
+        return Target("interpreter", 0)
+    properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return Target("hip", properties.gcnArchName.split(":")[0])
     return Target("cuda", 10 * properties.major + properties.minor)
+
+
+def _on(device: torch.device) -> AbstractContextManager:
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 @cache
@@ -37,23 +44,19 @@ def kv_write(
     k_format, v_format = (KVFormat.from_code(code) for code in rest[2:4])
     if _refused(k_format, v_format, key.shape[2], value.shape[2], key.dtype):
         return reference.kv_write(arena, key, value, slot_mapping, *rest)
-    with torch.cuda.device(arena.device):
-        for launch in plan_kv_write(arena, key, value, slot_mapping, *rest, target=target_of(arena.device.index)):
+    with _on(arena.device):
+        for launch in plan_kv_write(arena, key, value, slot_mapping, *rest, target=target_of(arena.device)):
             launch.run()
 
 
 def paged_attention(query: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """See `lean.kernels.ops.paged_attention`.
-
-    With `torch.use_deterministic_algorithms` every row takes the same kernel, whatever the chunk: the same bits.
-    """
+    """See `lean.kernels.ops.paged_attention`."""
     v_dim, k_code, v_code = rest[12:15]
     k_format, v_format = KVFormat.from_code(k_code), KVFormat.from_code(v_code)
     if _refused(k_format, v_format, query.shape[2], v_dim, query.dtype):
         return reference.paged_attention(query, *rest)
-    one_kernel = torch.are_deterministic_algorithms_enabled()
-    with torch.cuda.device(query.device):
-        out, launches = plan_paged_attention(query, *rest, target=target_of(query.device.index), one_kernel=one_kernel)
+    with _on(query.device):
+        out, launches = plan_paged_attention(query, *rest, target=target_of(query.device))
         for launch in launches:
             launch.run()
     return out

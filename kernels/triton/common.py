@@ -21,12 +21,14 @@ HALF_GROUP = tl.constexpr(16)
 # and fp16 then resolves 2^-38 of a row's largest.
 HEADROOM = tl.constexpr(12)
 LOG2E = tl.constexpr(1.4426950408889634)
+# Integers that change from step to step. Triton would compile a kernel again for a 1 and for a multiple of 16: none of
+# them is worth that pause.
+OF_STEP = ("num_seqs", "num_rows", "num_vectors", "num_parts", "first_row", "table_stride", "exact_table_stride")
 
 
 @triton.jit
 def dim_of(columns, HALF: tl.constexpr, HALVES: tl.constexpr):
-    """The dims of a vector that ``columns`` of a tile hold: all in order, or the low or high nibbles' of every
-    group."""
+    """The dims of a vector that ``columns`` of a tile hold: all in order, or every group's low or high nibbles'."""
     if HALVES == 1:
         return columns
     else:
@@ -156,8 +158,7 @@ def widen_fp8(codes, WIDEN: tl.constexpr, PURE: tl.constexpr):
     """uint8 e4m3fn -> fp16 of value/256. No target needs e4m3 hardware, and where there is some this is faster still.
 
     Packed: of all four codes at once, sign, exponent and two mantissa bits become an fp16's high byte, the last
-    mantissa
-    bit its low byte.
+    mantissa bit its low byte.
     """
     if WIDEN == PORTABLE:
         bits = codes.to(tl.uint16)

@@ -1,5 +1,4 @@
-"""Attention of single rows, split over the keys (arXiv:2311.01282 calls it Flash-Decoding), and the merge of the
-parts."""
+"""Attention of single rows, split over the keys (arXiv:2311.01282 calls it Flash-Decoding), and the parts' merge."""
 
 # mypy: allow-untyped-defs
 
@@ -7,7 +6,7 @@ import triton
 import triton.language as tl
 
 from lean.kernels.triton.attention import attend_ranges
-from lean.kernels.triton.common import HEADROOM, LOG2E, dim_of, load_float, rotate, store_float
+from lean.kernels.triton.common import HEADROOM, LOG2E, OF_STEP, dim_of, load_float, rotate, store_float
 
 MERGE = tl.constexpr(16)  # parts that are merged at once
 
@@ -50,7 +49,7 @@ def first_split(position, window, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr)
         return 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_STEP)
 def decode(
     query, query_sink, parts, sums, query_start_loc, seq_lens, num_seqs, first_row,
     query_stride, query_head_stride, sink_stride, sink_head_stride,
@@ -64,12 +63,10 @@ def decode(
     SPLIT: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, EXTRA: tl.constexpr, EVERY_ROW: tl.constexpr,
 ):  # fmt: skip
     """One row, one KV head with all its query heads, one part: with EXTRA part 0 is sinks and exact pool; the others
-    are
-    splits of the main pool, keys k x SPLIT .. (k + 1) x SPLIT, from `first_split` on.
+    are splits of the main pool, keys k x SPLIT .. (k + 1) x SPLIT, from `first_split` on.
 
     Grid (rows or sequences, kv heads, parts). parts: fp32 [programs, q_heads, num_parts, V_DIM], written where a part
-    has
-    keys; sums: fp32 [programs, q_heads, num_parts, 2], m and total of `attend`, -inf and 0 without keys.
+    has keys; sums: fp32 [programs, q_heads, num_parts, 2], m and total of `attend`, -inf and 0 without keys.
     """
     V_DIM: tl.constexpr = DIMS[1]
     V_PADDED: tl.constexpr = DIMS[3]
@@ -129,7 +126,7 @@ def decode(
         tl.store(parts + first_out[:, None] * V_DIM + dims[None, :], acc0 if half == 0 else acc1, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_STEP)
 def merge(
     parts, sums, out, query_start_loc, seq_lens, sink_logits, num_seqs, first_row, num_parts, window, residual_length,
     Q_BF16: tl.constexpr, SINKS_BF16: tl.constexpr, NUM_Q_HEADS: tl.constexpr, V_DIM: tl.constexpr,

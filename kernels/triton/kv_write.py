@@ -13,6 +13,7 @@ from lean.kernels.triton.common import (
     HALF_GROUP,
     INT4,
     INT8,
+    OF_STEP,
     fp32_to_bf16,
     load_float,
     rotate,
@@ -106,7 +107,7 @@ def write_vectors(
         tl.store(scales.to(tl.pointer_type(tl.int16)), scale_bits(scale, bad), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_STEP)
 def kv_write(
     base, key, value, slot_mapping, num_vectors, key_stride, key_head_stride, value_stride, value_head_stride,
     block_stride, k_scales_offset, v_codes_offset, v_scales_offset,

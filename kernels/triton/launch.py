@@ -76,8 +76,8 @@ def _base(arena: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _formats(layout: KVLayout, target: Target, query_dtype: torch.dtype) -> tuple:
-    """The FORMATS of the kernels: codes of the two formats, dtypes of their products, bytes of codes and scales a
-    row."""
+    """The FORMATS of the kernels: codes of the two formats, dtypes of their products, bytes of codes and scales of a
+    vector."""
     k, v = layout.k_format, layout.v_format
 
     def compute(fmt: KVFormat) -> int:
@@ -184,12 +184,11 @@ def plan_paged_attention(
     num_exact_sinks: int,
     *,
     target: Target,
-    one_kernel: bool,
 ) -> tuple[torch.Tensor, list[Launch]]:
     """The output, and the launches that fill it.
 
-    Sequences of one row go through `decode`, the others through `prefill`; with ``one_kernel`` every row goes through
-    `decode`, so that a row has the same bits whatever came in beside it.
+    Sequences of one row go through `decode`, the others through `prefill`; where there can be no others, every row is
+    a program of `decode`, rows of no sequence included.
     """
     num_rows, num_q_heads, k_dim = query.shape
     num_seqs = seq_lens.shape[0]
@@ -265,7 +264,7 @@ def plan_paged_attention(
         "HAS_SINK_LOGITS": sink_logits is not None,
         "V_ROTATION": _rotation(v, v_dim),
     }
-    every_row = one_kernel or num_rows <= num_seqs
+    every_row = num_rows <= num_seqs
     out = query.new_empty(num_rows, num_q_heads, v_dim)
     chosen = decode_parameters(layout, query.dtype, target)
     launches = _plan_decode(out, common, ending, block_tables.shape[1] * block_size, chosen, target, every_row)
@@ -385,7 +384,7 @@ def _plan_decode(
                 "WIDEN": target.widen,
             }
         )
-        options = target.options(num_warps=tuned.num_warps, num_stages=tuned.num_stages)
+        options = target.options(tuned.num_warps, tuned.num_stages, max_registers=tuned.max_registers)
         launches.append(Launch(decode, (count, common["NUM_KV_HEADS"], num_parts), arguments, options))
         launches.append(_plan_merge(out, common, ending | shared | {"OF_PREFILL": False}, count, target))
     return launches

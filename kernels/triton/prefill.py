@@ -6,13 +6,12 @@ import triton
 import triton.language as tl
 
 from lean.kernels.triton.attention import attend_ranges, load_query
-from lean.kernels.triton.common import dim_of
+from lean.kernels.triton.common import OF_STEP, dim_of
 
 
 @triton.jit
 def sequence_of_tile(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
-    """(sequence, its first tile): tiles of TOKENS tokens, of which sequence s begins with number start // TOKENS +
-    s."""
+    """(sequence, its first tile): tiles of TOKENS tokens; those of sequence s begin at start // TOKENS + s."""
     seq = -1
     for first in range(0, num_seqs, 128):
         s = first + tl.arange(0, 128)
@@ -21,7 +20,7 @@ def sequence_of_tile(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
     return seq, tl.load(query_start_loc + seq) // TOKENS + seq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_STEP)
 def turn_query(
     query, out, num_rows, query_stride, query_head_stride,
     Q_BF16: tl.constexpr, NUM_Q_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROTATION: tl.constexpr,
@@ -42,7 +41,7 @@ def turn_query(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_STEP)
 def prefill(
     query, query_sink, parts, sums, query_start_loc, seq_lens, num_seqs,
     query_stride, query_head_stride, sink_stride, sink_head_stride,
