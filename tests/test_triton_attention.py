@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_oracle import FILLS, RULES, Heads, PagedCache, Rule, Tokens, error, expected, same_bits
+from attention_oracle import RULES, Heads, PagedCache, Rule, Tokens, error, expected, same_bits
 from triton_interpreter import TARGET, launch, parameters, triton_kernels
 
 from lean.kernels.layout import KVLayout
@@ -28,11 +28,11 @@ def decode_and_prefill(
     counts: tuple[int, ...] = (110, 300),
     **cache_options,
 ) -> float:
-    """Largest error of one step: the second sequence's last row beside the last 20 rows of the first."""
+    """Largest error of one step: the second sequence's last row beside the last seven rows of the first."""
     sequences = [Tokens.random(count, heads, seed=count, dtype=dtype) for count in counts]
     cache = PagedCache(heads, kv_dtype, counts, exact_dtype=dtype, **cache_options)
     cache.write([(s, tokens, 0, len(tokens)) for s, tokens in enumerate(sequences)])
-    parts = [(s, tokens, max(0, len(tokens) - (20, 1)[s]), len(tokens)) for s, tokens in enumerate(sequences)]
+    parts = [(s, tokens, len(tokens) - (7, 1)[s], len(tokens)) for s, tokens in enumerate(sequences)]
     with triton_kernels():
         rows = cache.attend(parts, rule)
     return max(
@@ -78,15 +78,14 @@ LENGTHS = (1, 31, 32, 33, 63, 111, 1000)
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "rule"),
-    [("int8", "everything"), ("fp8", "everything"), ("int4", "everything"), ("bf16", "everything"), ("bf16", "full")],
+    ("kv_dtype", "rule"), [("int8", "everything"), ("fp8", "everything"), ("int4", "everything"), ("bf16", "full")]
 )
 def test_odd_lengths_equal_the_formula_and_unwritten_memory_never_matters(kv_dtype: str, rule: str) -> None:
     """N08: stale memory of unwritten slots, evicted and null blocks, other layers, and of the kernels' own buffers."""
     heads = Heads(2, 1, 32, 32)
     sequences = [Tokens.random(n, heads, seed=n) for n in LENGTHS]
     wanted: list[torch.Tensor] = []
-    for fill in FILLS.keys() - {"0x7f"}:
+    for fill in ("zeros", "0xff"):
         cache = PagedCache(heads, kv_dtype, LENGTHS, exact_dtype=torch.float32, fill=fill)
         cache.write([(s, tokens, 0, len(tokens)) for s, tokens in enumerate(sequences)])
         cache.evict(0, RULES[rule])
@@ -116,7 +115,7 @@ def test_evicted_blocks_are_not_read(kv_dtype: str) -> None:
     assert same_bits(rows[1], rows[3])
 
 
-@pytest.mark.parametrize("dims", [(n, n) for n in (96, 128, 192, 256)] + [(192, 128), (64, 96)], ids=str)
+@pytest.mark.parametrize("dims", [(96, 96), (128, 128), (256, 256), (192, 128)], ids=str)
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "int4", "k8v4"])
 def test_every_head_dim_equals_the_formula(kv_dtype: str, dims: tuple[int, int]) -> None:
     """N18: no power of two, nor K and V of one dim, is needed."""
@@ -124,8 +123,9 @@ def test_every_head_dim_equals_the_formula(kv_dtype: str, dims: tuple[int, int])
     assert decode_and_prefill(kv_dtype, rule, heads, torch.float32, counts=(30, 70)) < TIGHT[torch.float32]
 
 
-@pytest.mark.parametrize("head_dim", [16, 24, 72, 80, 160])
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim"), [("bf16", 16), ("int8", 24), ("bf16", 72), ("int8", 80), ("int8", 160)]
+)
 def test_other_head_dims_equal_the_formula(kv_dtype: str, head_dim: int) -> None:
     heads = Heads(2, 1, head_dim, head_dim)
     error_ = decode_and_prefill(kv_dtype, RULES["everything"], heads, torch.float32, counts=(20, 30))
@@ -141,15 +141,17 @@ def test_what_no_kernel_serves_is_named() -> None:
     assert "float64" in (launch.unsupported(int8, int8, 64, 64, torch.float64) or "")
 
 
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(2, 2), (6, 2), (5, 1), (8, 1), (20, 1)])
-@pytest.mark.parametrize("kv_dtype", ["fp16", "k8v4"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "num_q_heads", "num_kv_heads"),
+    [("k8v4", 2, 2), ("k8v4", 6, 2), ("fp16", 6, 2), ("k8v4", 5, 1), ("fp16", 8, 1), ("k8v4", 20, 1)],
+)
 def test_every_group_size_equals_the_formula(kv_dtype: str, num_q_heads: int, num_kv_heads: int) -> None:
     heads = Heads(num_q_heads, num_kv_heads, 32, 32)
-    assert decode_and_prefill(kv_dtype, RULES["everything"], heads, torch.float32) < TIGHT[torch.float32]
+    error_ = decode_and_prefill(kv_dtype, RULES["everything"], heads, torch.float32, counts=(40, 70))
+    assert error_ < TIGHT[torch.float32]
 
 
-@pytest.mark.parametrize("block_size", [8, 32, 64])
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("kv_dtype", "block_size"), [("int8", 8), ("int8", 32), ("int8", 64), ("int4", 64)])
 def test_every_block_size_equals_the_formula(kv_dtype: str, block_size: int) -> None:
     heads, rule = Heads(2, 1, 32, 32), RULES["everything"]
     assert decode_and_prefill(kv_dtype, rule, heads, torch.float32, block_size=block_size) < TIGHT[torch.float32]
@@ -159,7 +161,7 @@ def test_every_block_size_equals_the_formula(kv_dtype: str, block_size: int) -> 
 def test_windows_smaller_than_a_block_equal_the_formula(window: int) -> None:
     heads = Heads(2, 1, 32, 32)
     for rule in (Rule(window, num_sink_tokens=3), Rule(window, 3, 16, 3)):
-        assert decode_and_prefill("k8v4", rule, heads, torch.float32) < TIGHT[torch.float32]
+        assert decode_and_prefill("k8v4", rule, heads, torch.float32, counts=(60, 150)) < TIGHT[torch.float32]
 
 
 def test_softcap_bounds_the_scores_in_prefill_and_decode() -> None:
@@ -171,7 +173,7 @@ def test_softcap_bounds_the_scores_in_prefill_and_decode() -> None:
         cache = PagedCache(ONE_HEAD, kv_dtype, [40])
         cache.write([(0, tokens, 0, 40)])
         with triton_kernels():
-            for start in (20, 39):
+            for start in (35, 39):
                 capped, plain = (
                     cache.attend([(0, tokens, start, 40)], r)[0] for r in (rule, replace(rule, softcap=0.0))
                 )
@@ -185,7 +187,7 @@ def test_sink_logits_take_probability_and_give_no_value(level: float) -> None:
     cache = PagedCache(ONE_HEAD, "k8v4", [90], exact_dtype=torch.float32)
     cache.write([(0, tokens, 0, 90)])
     for rule in (RULES["full"], RULES["everything"]):
-        for start in (70, 89):
+        for start in (85, 89):
             with triton_kernels():
                 rows = cache.attend([(0, tokens, start, 90)], rule, sink_logits)[0]
             wanted = expected(tokens, "k8v4", rule, start, sink_logits=sink_logits)
@@ -253,10 +255,12 @@ def test_blocks_beyond_two_gigabytes_are_reached(kv_dtype: str) -> None:
             assert same_bits(rows, small.attend([(0, tokens, start, 60)], Rule())[0])
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4", "fp16"])
-def test_small_values_over_a_long_context_do_not_underflow(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kv_dtype", "count"), [("int8", 1 << 17), ("fp8", 1 << 15), ("int4", 1 << 15)])
+def test_small_values_over_a_long_context_do_not_underflow(
+    kv_dtype: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights of 1e-5 times V scales of 1e-4 are far below fp16: without a scale of their own 22% of V is lost."""
-    heads, count = Heads(1, 1, 32, 32), 1 << 17
+    heads = Heads(1, 1, 32, 32)
     chosen = parameters.DecodeParameters(tile=2048, exact_tile=16, split=16384, num_warps=4, num_stages=3)
     monkeypatch.setattr(launch, "decode_parameters", lambda *args: chosen)
     tokens = Tokens.random(count, heads, dtype=torch.float16)
@@ -325,12 +329,13 @@ def run(kv_dtype: str, rule: Rule, bounds: tuple[int, ...], *, apart: bool = Fal
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("rule", ["full", "everything"])
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "int4"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "rule"), [("int8", "full"), ("int8", "everything"), ("fp8", "everything"), ("int4", "everything"),
+                           ("bf16", "full")]
+)  # fmt: skip
 def test_prefill_chunks_of_any_size_give_the_bits_of_one_shot(kv_dtype: str, rule: str) -> None:
-    wanted = run(kv_dtype, RULES[rule], (100, COUNT))
-    for bounds in ((100, 133, 135, COUNT), (100, 117, 181, COUNT)):
-        assert same_bits(run(kv_dtype, RULES[rule], bounds, seed=bounds[1]), wanted)
+    wanted = run(kv_dtype, RULES[rule], (160, COUNT))
+    assert same_bits(run(kv_dtype, RULES[rule], (160, 177, 179, COUNT), seed=1), wanted)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "k8v4"])
@@ -350,7 +355,7 @@ def test_a_decode_row_has_the_same_bits_in_any_batch(kv_dtype: str, rule: str) -
     cache = PagedCache(ROW_HEADS, kv_dtype, (*lengths, 129), exact_dtype=torch.float32)
     cache.write([(s, tokens, 0, len(tokens)) for s, tokens in enumerate((*sequences, nan))])
     last = [(s, tokens, len(tokens) - 1, len(tokens)) for s, tokens in enumerate((*sequences, nan))]
-    prefill = (3, sequences[3], 100, 129)
+    prefill = (3, sequences[3], 121, 129)
     with triton_kernels():
         alone = [cache.attend([part], RULES[rule])[0] for part in last]
         for batch in ([0, 1, 2, 3], [2, 0], [4, 0, 4, 1]):
@@ -362,16 +367,18 @@ def test_a_decode_row_has_the_same_bits_in_any_batch(kv_dtype: str, rule: str) -
         assert same_bits(rows[2], alone[2])
 
 
-@pytest.mark.parametrize("rule", ["full", "everything"])
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4", "bf16"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "rule"), [("int8", "full"), ("int8", "everything"), ("fp8", "everything"), ("int4", "everything"),
+                           ("bf16", "everything")]
+)  # fmt: skip
 def test_keys_that_a_row_does_not_see_do_not_change_its_bits(kv_dtype: str, rule: str) -> None:
     """Later tokens of its own chunk a thousand times as large, and outside the window, must not move any scale."""
-    wanted = run(kv_dtype, RULES[rule], (150, 190))
+    wanted = run(kv_dtype, RULES[rule], (160, 180))
     i = torch.arange(COUNT)[:, None, None]
     large = torch.where((i >= 170) | (i < 40) & (i > 5) & bool(RULES[rule].window), 1000.0, 1.0)
     tokens = replace(ROWS, key=ROWS.key * large, value=ROWS.value * large)
     cache = PagedCache(ROW_HEADS, kv_dtype, [COUNT], exact_dtype=torch.float32)
-    cache.write([(0, tokens, 0, 190)])
+    cache.write([(0, tokens, 0, 180)])
     with triton_kernels():
-        rows = cache.attend([(0, ROWS, 150, 190)], RULES[rule])[0]
-    assert same_bits(rows[:20], wanted[:20])
+        rows = cache.attend([(0, ROWS, 160, 180)], RULES[rule])[0]
+    assert same_bits(rows[:10], wanted[:10])
