@@ -136,21 +136,20 @@ class Run:
         ]
         cases = plain + [(fmt, shape, "everything") for shape, fmt in itertools.product(self.plan.odd_shapes, FORMATS)]
         if self.jobs == 1:
-            for case in self._in_time("correctness", cases):
-                self._judge(case, worst_error(*case, self.plan.context, self.device))
+            for fmt, shape, rule in self._in_time("correctness", cases):
+                self._judge(fmt, shape, rule, worst_error(fmt, shape, rule, self.plan.context, self.device))
             return
         end = time.perf_counter() + self.plan.seconds["correctness"]
         with ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn")) as pool:
             results = {case: pool.submit(worst_error, *case, self.plan.context, self.device) for case in cases}
             for case, result in results.items():
                 try:
-                    self._judge(case, result.result(timeout=max(0.0, end - time.perf_counter())))
+                    self._judge(*case, result.result(timeout=max(0.0, end - time.perf_counter())))
                 except TimeoutError:
                     result.cancel()
                     self.left_out.append(f"correctness {' '.join(map(str, case))}: out of time")
 
-    def _judge(self, case: tuple[str, Shape, str], error: float) -> None:
-        fmt, shape, rule = case
+    def _judge(self, fmt: str, shape: Shape, rule: str, error: float) -> None:
         self._add("correctness", f"{fmt} {rule}", str(shape), 3, self.plan.context, None, error, "error")
 
     def decode(self) -> None:
@@ -193,10 +192,11 @@ class Run:
         steps = 4 * self.plan.rounds + 2
         with tempfile.TemporaryDirectory() as folder:
             random_llama(Path(folder), layers, hidden, heads, kv_heads, vocabulary, 2 * context, self.device)
-            size = {"max_model_len": context + steps + 8, "max_num_batched_tokens": 2048}
-            loaded = LLM(
-                folder, EngineConfig("bf16", dtype="bfloat16", device=self.device.type, max_num_seqs=1, **size)
-            )
+            config = EngineConfig(
+                "bf16", dtype="bfloat16", device=self.device.type, max_num_seqs=1,
+                max_model_len=context + steps + 8, max_num_batched_tokens=2048,
+            )  # fmt: skip
+            loaded = LLM(folder, config)
             shape = f"{layers}x{hidden}"
             for batch, fmt in self._in_time(
                 "model", list(itertools.product(self.plan.model_batches, ("bf16", "int8")))
@@ -247,7 +247,7 @@ def random_llama(
         bos_token_id=0, eos_token_id=0, tie_word_embeddings=True, dtype="bfloat16",
     )  # fmt: skip
     with torch.device(device):
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
 
 
