@@ -170,7 +170,7 @@ def plan(variant: Variant) -> tuple[Launch, KVLayout]:
 
 def compile_offline(launch: Launch, target: Target) -> Any:
     """Triton's compiled kernel for a launch that is never made."""
-    warp_size = 32 if target.backend == "cuda" or str(target.arch).startswith("gfx1") else 64
+    warp_size = 32 if target.backend == "cuda" or target.is_rdna else 64
     triton.runtime.driver.set_active(_Offline(GPUTarget(target.backend, target.arch, warp_size)))
     return launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
 
@@ -240,7 +240,9 @@ def measure(variant: Variant) -> Row:
             return int(found[1]) if found else 0
 
         spills = 4 * number("vgpr_spill_count")  # scalar registers spill into vector registers
-        wide = [4 * int(n or 1) for n in re.findall(r"(?:global|buffer)_load_(?:dword|b32)(?:x(\d))?", assembly)]
+        # CDNA counts words (dwordx4), RDNA bits (b128).
+        loads = re.findall(r"(?:global|buffer)_load_(?:dword(?:x(\d))?|b(\d+))\b", assembly)
+        wide = [int(bits) // 8 if bits else 4 * int(words or 1) for words, bits in loads]
         matrix = len(_MATRIX.findall(assembly))
         return Row(*common, number("vgpr_count"), spills, kernel.metadata.shared, max(wide, default=0), matrix, 0.0)
     sass = sass_of(kernel.asm["cubin"])
@@ -271,16 +273,22 @@ def variants(targets: list[str], formats: list[str], head_dims: list[int], kerne
 
 def ci_variants() -> list[Variant]:
     """What the tests compile: the wide gates on sm_86, the smallest target; a few of each of the others."""
-    every = [Variant("sm_86", "decode", fmt, dim) for fmt in FORMATS for dim in (64, 128)]
-    every += [Variant("sm_86", "decode", fmt, 256) for fmt in ("int8", "int4")]
-    every += [Variant("sm_86", "prefill", fmt, 128) for fmt in ("bf16", "int8", "int4")]
-    every += [Variant("sm_86", "kv_write", fmt, 128) for fmt in ("int8", "fp8", "int4", "k8v4")]
-    every += [Variant("sm_86", kernel, "int8", 128) for kernel in ("merge", "turn_query")]
-    every += [Variant("sm_80", "decode", fmt, 128) for fmt in ("int8", "fp8", "int4")]
-    every += [Variant("sm_90", "decode", fmt, 128) for fmt in FORMATS] + [Variant("sm_90", "prefill", "k8v4", 128)]
-    every += [Variant("sm_90", "decode", fmt, 64) for fmt in ("int8", "fp8", "int4")]
-    every += [Variant("gfx942", "decode", fmt, 128) for fmt in ("bf16", "int8", "fp8", "int4")]
-    return [*every, Variant("gfx942", "kv_write", "k8v4", 128)]
+    quantized = FORMATS[1:]
+    every = variants(["sm_86"], list(FORMATS), [64, 128], ["decode"])
+    every += variants(["sm_86"], ["int8", "fp8", "int4"], [256], ["decode"])
+    every += variants(["sm_86"], ["int8"], [96], ["decode"])
+    every += variants(["sm_86"], ["bf16", "int8", "fp8", "int4"], [128], ["prefill"])
+    every += variants(["sm_86"], ["int8"], [64], ["prefill"])
+    every += variants(["sm_86"], list(quantized), [128], ["kv_write"])
+    every += variants(["sm_86"], ["int8"], [128], ["merge", "turn_query"])
+    every += variants(["sm_80"], list(quantized), [128], ["decode"])
+    every += variants(["sm_80"], ["int8", "int4"], [64], ["decode"])
+    every += variants(["sm_90"], list(FORMATS), [64, 128], ["decode"])
+    every += variants(["sm_90"], ["int8", "k8v4"], [128], ["prefill"])
+    every += variants(["sm_90"], ["int8"], [128], ["kv_write"])
+    every += variants(["gfx942"], list(FORMATS), [128], ["decode"])
+    every += variants(["gfx942"], ["int8", "int4"], [64], ["decode"])
+    return every + variants(["gfx942"], ["k8v4"], [128], ["prefill", "kv_write"])
 
 
 def report(chosen: list[Variant], jobs: int = 1) -> list[Row]:

@@ -10,6 +10,7 @@ from triton_interpreter import TARGET, launch, parameters, triton_kernels
 
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
+from lean.kernels.triton import common
 from lean.quant import parse_kv_dtype, raw_format
 
 KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8", "int4", "k8v4", "k=int8,v=fp8")
@@ -310,6 +311,41 @@ def test_a_launch_depends_on_shapes_alone() -> None:
                 "prefill",
                 "merge",
             ][: 5 if rows > 4 else 2]
+
+
+def test_what_changes_from_step_to_step_compiles_no_kernel_again() -> None:
+    """Triton compiles anew for an integer of 1 and for a multiple of 16: no batch and no context may cause that."""
+    layout = KVLayout(*parse_kv_dtype("int8"), 2, 64, 64, 16)
+    exact = KVLayout(*(replace(raw_format(torch.bfloat16), rotate=True),) * 2, 2, 64, 64, 16)
+    codes = [fmt.code for x in (layout, exact) for fmt in (x.k_format, x.v_format)]
+    compiled: dict[str, set[tuple]] = {}
+    for seqs, rows, blocks in ((1, 1, 1), (1, 70, 5), (3, 3, 16), (3, 40, 33), (16, 16, 320), (16, 512, 7)):
+        with torch.device("meta"):
+            arena, exact_arena = (torch.empty(9, x.nbytes, dtype=torch.uint8) for x in (layout, exact))
+            x, slots = torch.empty(rows, 2, 64, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
+            tables, query = torch.empty(seqs, blocks, dtype=torch.int32), torch.empty(rows, 6, 64, dtype=torch.bfloat16)
+            lengths = torch.empty(seqs + 1, dtype=torch.int32), torch.empty(seqs, dtype=torch.int32)
+            _, launches = launch.plan_paged_attention(
+                query, None, arena, tables, exact_arena, tables, *lengths, None,
+                0, 0, 16, 2, 64, *codes, 0.125, 0.0, 0, 0, 64, 4, target=TARGET,
+            )  # fmt: skip
+            launches += launch.plan_kv_write(arena, x, x, slots, 0, 16, *codes[:2], target=TARGET)
+        for planned in launches:
+            assert planned.kernel.kwargs["do_not_specialize"] == common.OF_STEP
+            key = tuple(
+                value
+                for name, value in planned.arguments.items()
+                if isinstance(value, int | tuple) and name not in common.OF_STEP
+            )
+            compiled.setdefault(planned.kernel.__name__, set()).add(key)
+    # Decode and its merge: of every row, or beside a prefill, which has a merge of its own.
+    assert {name: len(keys) for name, keys in compiled.items()} == {
+        "decode": 2,
+        "merge": 3,
+        "turn_query": 1,
+        "prefill": 1,
+        "kv_write": 1,
+    }
 
 
 COUNT = 200

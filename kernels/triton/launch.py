@@ -120,7 +120,6 @@ def plan_kv_write(
     key, value = _contiguous_dims(key), _contiguous_dims(value)
     # About 2,048 elements a program: 16 a thread, of which a butterfly needs twice as many registers.
     rows = max(1, 2048 // _padded(max(k_dim, v_dim)))
-    rows = min(rows, 1 << (num_vectors - 1).bit_length())
     arguments = {
         "base": _base(arena, layer_offset),
         "key": _bits(key),

@@ -19,6 +19,10 @@ class Target(NamedTuple):
         return int(self.backend == "cuda")
 
     @property
+    def is_rdna(self) -> bool:
+        return self.backend == "hip" and str(self.arch).startswith("gfx1")
+
+    @property
     def has_bf16(self) -> bool:
         """Turing has no bf16 products, nor has the interpreter (numpy)."""
         return self.backend == "hip" or (self.backend == "cuda" and int(self.arch) >= 80)
@@ -58,14 +62,17 @@ class PrefillParameters(NamedTuple):
 # Keys of a decode step x padded head_dim. A larger tile spreads what a step costs beside its bytes (addresses, the
 # rescaling of the accumulator, barriers) over more of them; the bound is that two programs fit into the shared memory
 # of a multiprocessor, where a step keeps one tile being read, one arriving, and V widened to fp16. 164 KiB and more:
-# sm_80, sm_90, sm_100. 100 KiB: sm_86, sm_89, sm_120. 64 KiB: sm_75, CDNA, RDNA.
-_ELEMENTS = {"large": 16384, "small": 8192}
+# sm_80, sm_90, sm_100. 100 KiB: sm_86, sm_89, sm_120. 64 KiB: CDNA. On sm_75, for which Triton has no matrix
+# instructions, and on RDNA registers are what a tile must fit into.
 _LARGE = (80, 87, 90, 100, 103)
 
 
-def _elements(layout: KVLayout, wide: bool, target: Target) -> int:
-    size = "large" if target.backend == "cuda" and target.arch in _LARGE else "small"
-    return _ELEMENTS[size] // (4 if wide else 1)
+def _elements(wide: bool, target: Target) -> int:
+    if target.backend == "cuda":
+        elements = 16384 if target.arch in _LARGE else 4096 if target.arch == 75 else 8192
+    else:
+        elements = 4096 if target.is_rdna else 8192
+    return elements // (4 if wide else 1)
 
 
 def _padded(layout: KVLayout) -> int:
@@ -87,11 +94,12 @@ def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> D
     if target.backend == "interpreter":
         return DecodeParameters(tile=64, exact_tile=32, split=256, num_warps=4, num_stages=3)
     padded, wide = _padded(layout), _wide(layout, dtype)
-    tile = max(16, min(128, _elements(layout, wide, target) // padded))
+    tile = max(16, min(128, _elements(wide, target) // padded))
     exact_tile = 16 if padded > 64 else 32
     # Left alone, ptxas spills two values of fp8 on sm_90 so that a fifth program fits beside four.
     five = target == Target("cuda", 90) and padded <= 64 and layout.k_format.name == layout.v_format.name == "fp8"
-    return DecodeParameters(tile, exact_tile, split=512, num_warps=4, num_stages=3, max_registers=128 if five else None)
+    num_warps = 8 if target.is_rdna else 4
+    return DecodeParameters(tile, exact_tile, 512, num_warps, num_stages=3, max_registers=128 if five else None)
 
 
 def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target: Target) -> PrefillParameters:
