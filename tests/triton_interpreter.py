@@ -1,11 +1,12 @@
 """The Triton kernels under Triton's interpreter, on CPU tensors, behind the ops' own wrappers.
 
-Triton decides when a kernel is defined whether it is interpreted. Other tests may have imported Triton before, so its
-library of kernels (sums, maxima) is made interpretable here, and lean's is imported with the variable set. Compiled
-kernels are tested in other processes.
+Triton decides when a kernel is defined whether it is interpreted, also for its own library of kernels (sums, maxima).
+So lean's kernels are imported here a second time, apart from those that other tests may compile, and Triton's library
+is exchanged only while `triton_kernels` is entered. Compiled kernels are tested in other processes.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -17,14 +18,24 @@ from triton.runtime.jit import JITFunction
 
 from lean.products import rows_apart
 
+
+def _kernel_modules() -> dict:
+    return {name: module for name, module in sys.modules.items() if name.startswith("lean.kernels.triton")}
+
+
+_compiled = _kernel_modules()
+for _name in _compiled:
+    del sys.modules[_name]
 with patch.dict(os.environ, TRITON_INTERPRET="1"):
     from lean.kernels.triton import launch, parameters
+for _name in _kernel_modules():
+    del sys.modules[_name]
+sys.modules.update(_compiled)
 
-for _module in (tl, tl.standard):
-    for _name, _value in list(vars(_module).items()):
-        if isinstance(_value, JITFunction):
-            setattr(_module, _name, InterpretedFunction(_value.fn))
-
+_core, _standard = (
+    {name: InterpretedFunction(f.fn) for name, f in vars(module).items() if isinstance(f, JITFunction)}
+    for module in (tl, tl.standard)
+)
 TARGET = parameters.Target("interpreter", 0)
 
 
@@ -52,6 +63,8 @@ def triton_kernels(*, apart: bool = False) -> Iterator[None]:
     """Inside, `lean.kernels.ops` runs the Triton kernels, interpreted; ``apart``: as in deterministic mode."""
     with (
         patch.dict(os.environ, TRITON_INTERPRET="1"),
+        patch.multiple(tl, **_core),
+        patch.multiple(tl.standard, **_standard),
         patch.object(torch.ops.lean, "kv_write", _kv_write),
         patch.object(torch.ops.lean, "paged_attention", _attention(apart)),
     ):
