@@ -105,7 +105,8 @@ def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> D
 def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target: Target) -> PrefillParameters:
     """64 rows and one warp for every 16, whose softmax then stays inside a warp. At head_dim 128 this no longer fits
     into the registers: 8-bit and raw formats take eight warps, int4, which widens low and high nibbles at once, half
-    the rows; beyond, both. Keys as few as give every thread 16 bytes to load, since rows share the cost of a step here.
+    the rows; beyond, both. Keys as few as give every thread 16 bytes to load, since rows share the cost of a step here;
+    CDNA spills beside 64 of them.
     """
     padded, wide = _padded(layout), _wide(layout, dtype)
     four_bits = min(layout.k_format.bits, layout.v_format.bits) == 4
@@ -113,7 +114,7 @@ def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target:
     rows = max(32 if few_rows else 64, 1 << (group - 1).bit_length())
     if target.backend == "interpreter":
         return PrefillParameters(rows, tile=64, exact_tile=32, num_warps=4, num_stages=3)
-    tile = 64 if padded <= 64 or (padded <= 128 and four_bits) else 32
+    tile = 64 if padded <= 64 or (padded <= 128 and four_bits and target.backend == "cuda") else 32
     num_warps = 8 if padded > (128 if four_bits else 64) else 4
     exact_tile = 16 if padded > 64 else 32
     return PrefillParameters(rows, 16 if wide else tile, exact_tile, num_warps, num_stages=3)
