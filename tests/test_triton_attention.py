@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 from attention_oracle import RULES, Heads, PagedCache, Rule, Tokens, error, expected, same_bits
+from torch._subclasses import FakeTensorMode
 from triton_interpreter import TARGET, launch, parameters, triton_kernels
 
+from lean import products
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
 from lean.kernels.triton import common
@@ -380,6 +383,22 @@ def test_deterministic_mode_gives_the_bits_of_decoding_token_by_token(kv_dtype: 
     stepwise = run(kv_dtype, rule, tuple(range(150, 156)))
     for bounds in ((150, 155), (150, 152, 155)):
         assert same_bits(run(kv_dtype, rule, bounds, apart=True), stepwise)
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cuda", 1), ("cpu", 0)])
+def test_deterministic_mode_gives_attention_its_rows_apart_on_a_gpu(device: str, calls: int) -> None:
+    layout = KVLayout(*parse_kv_dtype("int8"), 2, 64, 64, 16)
+    with (
+        FakeTensorMode(),
+        torch.device(device),
+        products.RowTiledProducts(),
+        patch.object(products, "rows_apart", side_effect=list) as apart,
+    ):
+        pool = LayerPool(torch.empty(9, layout.nbytes, dtype=torch.uint8), layout, 0)
+        tables, starts, lengths = (torch.empty(shape, dtype=torch.int32) for shape in ((3, 2), (4,), (3,)))
+        out = paged_attention(torch.empty(20, 4, 64), pool, tables, starts, lengths, scale=0.125)
+    assert out.shape == (20, 4, 64)
+    assert apart.call_count == calls
 
 
 @pytest.mark.parametrize(("kv_dtype", "rule"), [("int8", "full"), ("fp8", "everything"), ("int4", "everything")])
