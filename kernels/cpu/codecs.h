@@ -178,6 +178,8 @@ constexpr float k_unit(int format) {
 }
 // Likewise for V.
 constexpr float v_unit(int format) { return format == E4M3 ? E4M3_SCALE : 1.0f; }
+constexpr float K_UNIT[] = {k_unit(FP32), k_unit(FP16), k_unit(BF16), k_unit(INT8), k_unit(E4M3), k_unit(INT4)};
+constexpr float V_UNIT[] = {v_unit(FP32), v_unit(FP16), v_unit(BF16), v_unit(INT8), v_unit(E4M3), v_unit(INT4)};
 
 // Element J of one dword of every key; for INT4 the low nibble of byte J or the high one.
 template <int F, int J, bool HIGH> INLINE vec element(ints word) {

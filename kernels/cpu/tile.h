@@ -1,0 +1,115 @@
+// The keys that are attended together: where their codes lie, and their scales.
+#pragma once
+#include "codecs.h"
+#include "visible.h"
+
+namespace ISA {
+
+namespace {
+
+constexpr int64_t TILE = 128, SPLIT = 512;  // keys
+constexpr int64_t STRIP = 2 * W;            // keys whose K is decoded together
+constexpr int64_t FEW = 8;                  // so many rows are attended from registers
+
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// The keys of a tile and how to read them. Keys that no row sees point to a row of zeros.
+struct Tile {
+    int64_t first, last;  // the keys first .. last of the tile are seen by some row
+    int64_t k_dim, k_pad, v_dim, v_pad;
+    const uint8_t *k[TILE], *v[TILE];
+    alignas(64) float k_scale[TILE], v_scale[TILE];  // INT4: 1
+    float *k_groups, *v_groups;                      // INT4: [groups][TILE] and [TILE][groups]
+    const uint8_t* zeros;
+    // Of the next tile, fetched meanwhile.
+    const uint8_t *next_k[TILE], *next_v[TILE];
+    int64_t num_next;
+};
+
+INLINE void prefetch_row(const uint8_t* row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+// Scales of `count` rows from `row` on, times unit: to per_key, or for INT4 to groups[key * by_key + group * by_group].
+void load_scales(int64_t format, int64_t dim, const uint8_t* scales, int64_t row, int64_t count, float unit,
+                 float* per_key, float* groups, int64_t by_key, int64_t by_group) {
+    const auto at = [&](int64_t i) {
+        uint16_t h;
+        memcpy(&h, scales + 2 * i, 2);
+        return from_half(h);
+    };
+    if (format == INT4) {
+        const int64_t n = scale_groups(INT4, dim);
+        for (int64_t i = 0; i < count; ++i) {
+            per_key[i] = 1;
+            for (int64_t g = 0; g < n; ++g) groups[i * by_key + g * by_group] = at((row + i) * n + g) * unit;
+        }
+    } else if (format <= BF16) {
+        for (int64_t i = 0; i < count; ++i) per_key[i] = 1;
+    } else {
+        int64_t i = 0;
+        for (; i + W <= count; i += W) store(per_key + i, load_half(scales + 2 * (row + i)) * set1(unit));
+        for (; i < count; ++i) per_key[i] = at(row + i) * unit;
+    }
+}
+
+// Calls use(key, count, block, row) for runs of keys first .. last that lie together: count rows from `row` on of the
+// KV head's rows in a block.
+template <typename Use>
+INLINE void each_run(const AttentionArgs& a, const Item& item, bool exact, int64_t first, int64_t last, Use&& use) {
+    const Pool& pool = exact ? a.exact : a.pool;
+    const int32_t* table = exact ? a.exact_tables + item.seq * a.exact_table_stride
+                                 : a.tables + item.seq * a.table_stride;
+    while (first < last) {
+        const int64_t slot = first % a.block_size, count = std::min(a.block_size - slot, last - first);
+        const uint8_t* block = pool.arena + (int64_t)table[first / a.block_size] * pool.block_bytes;
+        use(first, count, block, item.head * a.block_size + slot);
+        first += count;
+    }
+}
+
+// The keys first .. last of the tile that starts at `start`, and where the next tile's lie, up to `end`, if `fetch`.
+void load_tile(const AttentionArgs& a, const Item& item, bool exact, int64_t start, int64_t first, int64_t last,
+               int64_t end, bool fetch, Tile& tile) {
+    const Pool& pool = exact ? a.exact : a.pool;
+    const int64_t k_bytes = row_bytes(pool.k_format, a.k_dim), v_bytes = row_bytes(pool.v_format, a.v_dim);
+    const float k_unit = K_UNIT[pool.k_format], v_unit = V_UNIT[pool.v_format];
+    tile.first = first - start;
+    tile.last = last - start;
+    const auto nothing = [&](int64_t key) {
+        tile.k[key] = tile.v[key] = tile.zeros;
+        tile.k_scale[key] = tile.v_scale[key] = 0;
+        if (pool.k_format == INT4)
+            for (int64_t g = 0; g < scale_groups(INT4, a.k_dim); ++g) tile.k_groups[g * TILE + key] = 0;
+    };
+    for (int64_t key = tile.first / STRIP * STRIP; key < tile.first; ++key) nothing(key);
+    for (int64_t key = tile.last; key < round_up(tile.last, STRIP); ++key) nothing(key);
+    each_run(a, item, exact, first, last, [&](int64_t position, int64_t count, const uint8_t* block, int64_t row) {
+        const int64_t key = position - start;
+        for (int64_t i = 0; i < count; ++i) {
+            tile.k[key + i] = block + pool.k_codes + (row + i) * k_bytes;
+            tile.v[key + i] = block + pool.v_codes + (row + i) * v_bytes;
+        }
+        load_scales(pool.k_format, a.k_dim, block + pool.k_scales, row, count, k_unit, tile.k_scale + key,
+                    tile.k_groups + key, 1, TILE);
+        const int64_t groups = scale_groups(pool.v_format, a.v_dim);
+        load_scales(pool.v_format, a.v_dim, block + pool.v_scales, row, count, v_unit, tile.v_scale + key,
+                    tile.v_groups + key * groups, groups, 1);
+    });
+    tile.num_next = 0;
+    if (!fetch) return;
+    const int64_t next = start + TILE;
+    const auto see = [&](int64_t position, int64_t count, const uint8_t* block, int64_t row) {
+        const int64_t key = position - next;
+        for (int64_t i = 0; i < count; ++i) {
+            tile.next_k[key + i] = block + pool.k_codes + (row + i) * k_bytes;
+            tile.next_v[key + i] = block + pool.v_codes + (row + i) * v_bytes;
+        }
+        tile.num_next = key + count;
+    };
+    each_run(a, item, exact, next, std::min(next + TILE, end), see);
+}
+
+}  // namespace
+
+}  // namespace ISA
