@@ -96,7 +96,8 @@ inline void rotate(float* x, int64_t dim) {
                 }
     };
     for (int64_t d = 0; d < whole; d += W) {
-        vec y = butterfly<4>(butterfly<2>(butterfly<1>(load(x + d), n), n), n);
+        vec y = butterfly<2>(butterfly<1>(load(x + d), n), n);
+        if constexpr (W > 4) y = butterfly<4>(y, n);
         if constexpr (W > 8) y = butterfly<8>(y, n);
         store(x + d, y);
     }

@@ -12,10 +12,10 @@ constexpr int DIGITS = 3;  // of a query in integer products
 // numbers of three signed digits to the base 256: row = unit * (digits[0] * 65536 + digits[1] * 256 + digits[2]), to
 // 2^-24 of its largest element.
 struct Query {
-    float* x;         // [padded][k_pad], zeros beyond k_dim
-    int32_t* digits;  // [padded][DIGITS][k_pad / 4], four dims each
-    int32_t* start;   // [padded][DIGITS], -128 times the sum of the digits: integer products take codes plus 128
-    float* unit;      // [padded]
+    float* x;         // [rows][k_pad], zeros beyond k_dim
+    int32_t* digits;  // [rows][DIGITS][k_pad / 4], four dims each
+    int32_t* start;   // [rows][DIGITS], -128 times the sum of the digits: integer products take codes plus 128
+    float* unit;      // [rows]
 };
 
 #if defined(HAS_DOT)
@@ -47,9 +47,9 @@ void to_digits(const float* q, int64_t k_pad, const Query& to, int64_t row) {
 }
 #endif
 
-// The rows of an item, from a tensor with these strides; zeros up to `padded` rows.
+// The rows of an item, from a tensor with these strides.
 void load_query(const AttentionArgs& a, const Item& item, const void* from, int64_t token_stride, int64_t head_stride,
-                int64_t k_pad, int64_t padded, const Query& to) {
+                int64_t k_pad, const Query& to) {
     const float factor = (float)(a.softcap != 0 ? a.scale / a.softcap : a.scale * M_LOG2E);
     const int64_t group = a.num_q_heads / a.num_kv_heads, count = item.count * group;
     for (int64_t row = 0; row < count; ++row) {
@@ -63,7 +63,6 @@ void load_query(const AttentionArgs& a, const Item& item, const void* from, int6
         if (a.pool.k_format == INT8) to_digits(q, k_pad, to, row);
 #endif
     }
-    memset(to.x + count * k_pad, 0, 4 * (padded - count) * k_pad);
 }
 
 }  // namespace

@@ -41,7 +41,7 @@ INLINE void each_dim(const Tile& tile, int64_t key, Use&& use) {
         ints words[V][4];
         for (int v = 0; v < V; ++v) load_chunk<F>(tile, key + v * W, d, words[v]);
         const auto nibbles = [&]<bool HIGH>() INLINED {
-            for (int c = 0; c < 4; ++c) {
+            _Pragma("GCC unroll 1") for (int c = 0; c < 4; ++c) {
                 const auto one = [&]<int J>() INLINED {
                     vec x[V];
                     UNROLL for (int v = 0; v < V; ++v) {
@@ -77,29 +77,32 @@ template <int F, int R> void score_few(const Tile& tile, const Query& query, flo
     }
 }
 
-// Any number of rows, over decoded strips [k_pad][STRIP].
-template <int F> void score_many(const Tile& tile, const Query& query, int64_t rows, float* scores, float* strip) {
-    for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
-        each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) INLINED {
-            store(strip + d * STRIP, x[0]);
-            store(strip + d * STRIP + W, x[1]);
-        });
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            const float* q = query.x + row * tile.k_pad;
-            vec acc[ROWS][2] = {};
-            for (int64_t d = 0; d < tile.k_dim; ++d) {
-                const vec a = load(strip + d * STRIP), b = load(strip + d * STRIP + W);
-                UNROLL for (int r = 0; r < ROWS; ++r) {
-                    const vec x = set1(q[r * tile.k_pad + d]);
-                    acc[r][0] = fma(x, a, acc[r][0]);
-                    acc[r][1] = fma(x, b, acc[r][1]);
-                }
-            }
-            UNROLL for (int r = 0; r < ROWS; ++r) {
-                store(scores + (row + r) * TILE + key, acc[r][0]);
-                store(scores + (row + r) * TILE + key + W, acc[r][1]);
-            }
+// The elements of a strip's keys, decoded: strip[k_pad][STRIP], zeros beyond k_dim.
+template <int F> void decode_strip(const Tile& tile, int64_t key, float* strip) {
+    each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) INLINED {
+        store(strip + d * STRIP, x[0]);
+        store(strip + d * STRIP + W, x[1]);
+    });
+}
+constexpr void (*DECODE_STRIP[])(const Tile&, int64_t, float*) = {
+    decode_strip<FP32>, decode_strip<FP16>, decode_strip<BF16>,
+    decode_strip<INT8>, decode_strip<E4M3>, decode_strip<INT4>,
+};
+
+// R rows of a query with the keys of a strip.
+template <int R> void score_rows(const float* strip, const float* q, int64_t k_pad, int64_t k_dim, float* scores) {
+    vec acc[R][2] = {};
+    for (int64_t d = 0; d < k_dim; ++d) {
+        const vec a = load(strip + d * STRIP), b = load(strip + d * STRIP + W);
+        UNROLL for (int r = 0; r < R; ++r) {
+            const vec x = set1(q[r * k_pad + d]);
+            acc[r][0] = fma(x, a, acc[r][0]);
+            acc[r][1] = fma(x, b, acc[r][1]);
         }
+    }
+    UNROLL for (int r = 0; r < R; ++r) {
+        store(scores + r * TILE, acc[r][0]);
+        store(scores + r * TILE + W, acc[r][1]);
     }
 }
 
@@ -155,29 +158,30 @@ void score_integer(const Tile& tile, const Query& query, int64_t rows, float* sc
 }
 #endif
 
-template <int F> void score(const Tile& tile, const Query& query, const Rows& rows, float* strip) {
+void score_tile(int64_t format, const Tile& tile, const Query& query, const Rows& rows, float* strip) {
 #if defined(HAS_DOT)
-    if constexpr (F == INT8) {
-        score_integer(tile, query, rows.count, rows.weights, strip);
-        return;
-    } else
+    if (format == INT8) return score_integer(tile, query, rows.count, rows.weights, strip);
 #endif
-    switch (rows.count) {
-        case 1: return score_few<F, 1>(tile, query, rows.weights);
-        case 2: return score_few<F, 2>(tile, query, rows.weights);
-        case 3: return score_few<F, 3>(tile, query, rows.weights);
-        case 4: return score_few<F, 4>(tile, query, rows.weights);
-        case 5: return score_few<F, 5>(tile, query, rows.weights);
-        case 6: return score_few<F, 6>(tile, query, rows.weights);
-        case 7: return score_few<F, 7>(tile, query, rows.weights);
-        case 8: return score_few<F, 8>(tile, query, rows.weights);
-        default: return score_many<F>(tile, query, rows.padded, rows.weights, strip);
+    if (rows.count <= FEW) {
+        const auto few = [&]<int F>() INLINED {
+            with_count<FEW>(rows.count, [&]<int R>() INLINED { score_few<F, R>(tile, query, rows.weights); });
+        };
+#if !defined(HAS_DOT)
+        if (format == INT8) return few.template operator()<INT8>();
+#endif
+        if (format == BF16) return few.template operator()<BF16>();
+        if (format == E4M3) return few.template operator()<E4M3>();
+        if (format == INT4) return few.template operator()<INT4>();
+    }
+    for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
+        for (int64_t i = key; i < std::min(key + STRIP, tile.num_next); ++i)
+            prefetch_row(tile.next_k[i], row_bytes(format, tile.k_dim));
+        DECODE_STRIP[format](tile, key, strip);
+        each_rows<ROWS>(rows.count, [&]<int R>(int64_t row) INLINED {
+            score_rows<R>(strip, query.x + row * tile.k_pad, tile.k_pad, tile.k_dim, rows.weights + row * TILE + key);
+        });
     }
 }
-
-constexpr void (*SCORE[])(const Tile&, const Query&, const Rows&, float* strip) = {
-    score<FP32>, score<FP16>, score<BF16>, score<INT8>, score<E4M3>, score<INT4>,
-};
 
 }  // namespace
 

@@ -26,8 +26,10 @@ namespace ISA {
 
 #if defined(__AVX512F__)
 constexpr int W = 16;  // lanes
-#else
+#elif defined(__AVX2__)
 constexpr int W = 8;
+#else
+constexpr int W = 4;
 #endif
 typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ints __attribute__((vector_size(4 * W)));

@@ -6,16 +6,31 @@ namespace ISA {
 
 namespace {
 
-constexpr int64_t ROWS = W == 16 ? 8 : 4;  // rows of one product over decoded tiles
+constexpr int ROWS = W == 16 ? 8 : 4;  // rows of one product over decoded tiles
 constexpr float NOTHING = -INFINITY;
 
 // Rows with their state.
 struct Rows {
-    int64_t count, padded;  // padded to a multiple of ROWS
-    float* weights;                // [padded][TILE]: scores, then probabilities times the scale of V
-    float *max, *sum, *acc;        // of this split: [padded], [padded], [padded][v_pad]
-    float* alpha;                  // [padded], what the tile multiplies acc by
+    int64_t count;
+    float* weights;          // [count][TILE]: scores, then probabilities times the scale of V
+    float *max, *sum, *acc;  // of this split: [count], [count], [count][v_pad]
+    float* alpha;            // [count], what the tile multiplies acc by
 };
+
+// Calls use<R>() for R = count, 1 .. MAX.
+template <int MAX, typename Use> INLINE void with_count(int64_t count, Use&& use) {
+    if constexpr (MAX > 1)
+        if (count < MAX) return with_count<MAX - 1>(count, use);
+    if constexpr (MAX > 0) use.template operator()<MAX>();
+}
+
+// Calls use<R>(row) for R <= MAX rows from `row` on, until all are done.
+template <int MAX, typename Use> INLINE void each_rows(int64_t count, Use&& use) {
+    int64_t row = 0;
+    if constexpr (MAX > 0)
+        for (; row + MAX <= count; row += MAX) use.template operator()<MAX>(row);
+    if (row < count) with_count<MAX - 1>(count - row, [&]<int R>() INLINED { use.template operator()<R>(row); });
+}
 
 // Scores of one row to weights, over the keys first .. last that it sees (none: all weights are 0).
 INLINE void softmax(const Tile& tile, Rows& rows, int64_t row, int64_t first, int64_t last, float cap) {

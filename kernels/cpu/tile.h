@@ -9,7 +9,15 @@ namespace {
 
 constexpr int64_t TILE = 128, SPLIT = 512;  // keys
 constexpr int64_t STRIP = 2 * W;            // keys whose K is decoded together
-constexpr int64_t FEW = 8;                  // so many rows are attended from registers
+constexpr int64_t DECODE_ROWS = 8;          // up to here the memory's speed matters, and keys are fetched ahead
+// So many rows are attended straight from the codes; more are over decoded keys.
+#if defined(__AVX512F__)
+constexpr int FEW = 8;
+#elif defined(__AVX2__)
+constexpr int FEW = 4;
+#else
+constexpr int FEW = 0;
+#endif
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

@@ -6,84 +6,106 @@ namespace ISA {
 
 namespace {
 
-// acc = acc * alpha + weights x V for R rows and the dims of N units from u on, straight from the codes.
-template <int F, int R, int N> void sum_units(const Tile& tile, int64_t u, const Rows& rows, float* acc) {
-    constexpr int V = F == INT4 ? 2 : 1;
+// Rows for which a code is decoded once: where that costs little, it is done again for more.
+constexpr int CHEAP = FEW < 4 ? FEW : 4, DEAR = W == 16 ? FEW : CHEAP;
+
+// total[R][v_pad] = weights x V for R rows from `row` on, straight from the codes; false where the dims do not fit.
+template <int F, int R> bool sum_few(const Tile& tile, const Rows& rows, int64_t row, float* total) {
+    constexpr int V = F == INT4 ? 2 : 1, N = (4 * R <= (W == 16 ? 16 : 12) ? 4 : 2) / V;  // what the registers hold
+    const int64_t groups = scale_groups(F, tile.v_dim), units = tile.v_dim / unit_dims(F);
+    if (units < N || tile.v_dim % (F == INT4 ? INT4_GROUP : W)) return false;
+    const float* weights = rows.weights + row * TILE;
+    total += row * tile.v_pad;
+    for (int64_t begin = 0; begin < units; begin += N) {
+        const int64_t u = std::min(begin, units - N);  // the last ones may be done twice
+        vec sum[R][N * V] = {};
+        for (int64_t key = tile.first; key < tile.last; ++key) {
+            if (key < tile.num_next && u == 0 && row == 0) prefetch_row(tile.next_v[key], row_bytes(F, tile.v_dim));
+            vec x[N * V];
+            UNROLL for (int n = 0; n < N; ++n)
+                load_values<F>(tile.v[key], u + n, F == INT4 ? tile.v_groups + key * groups : nullptr, x + n * V);
+            UNROLL for (int r = 0; r < R; ++r) {
+                const vec w = set1(weights[r * TILE + key]);
+                UNROLL for (int n = 0; n < N * V; ++n) sum[r][n] = fma(w, x[n], sum[r][n]);
+            }
+        }
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < N * V; ++n)
+                store(total + r * tile.v_pad + unit_at<F>(u + n / V) + n % V * 16, sum[r][n]);
+    }
+    return true;
+}
+
+// The keys first .. last, decoded: values[key - first][v_pad].
+template <int F> void decode_keys(const Tile& tile, int64_t first, int64_t last, float* values) {
     const int64_t groups = scale_groups(F, tile.v_dim);
-    const float* weights = rows.weights;
-    vec sum[R][N * V] = {};
-    for (int64_t key = tile.first; key < tile.last; ++key) {
-        if (key < tile.num_next && u == 0) prefetch_row(tile.next_v[key], row_bytes(F, tile.v_dim));
-        vec x[N * V];
-        UNROLL for (int n = 0; n < N; ++n)
-            load_values<F>(tile.v[key], u + n, F == INT4 ? tile.v_groups + key * groups : nullptr, x + n * V);
+    for (int64_t key = first; key < last; ++key, values += tile.v_pad) {
+        if (key < tile.num_next) prefetch_row(tile.next_v[key], row_bytes(F, tile.v_dim));
+        decode_values<F>(tile.v[key], F == INT4 ? tile.v_groups + key * groups : nullptr, tile.v_dim, values);
+        for (int64_t d = tile.v_dim; d < tile.v_pad; ++d) values[d] = 0;
+    }
+}
+constexpr void (*DECODE_KEYS[])(const Tile&, int64_t, int64_t, float*) = {
+    decode_keys<FP32>, decode_keys<FP16>, decode_keys<BF16>, decode_keys<INT8>, decode_keys<E4M3>, decode_keys<INT4>,
+};
+
+// total[R][v_pad] += weights[R][TILE] x values[count][v_pad] for the dims of N vectors.
+template <int R, int N>
+INLINE void sum_dims(const float* values, int64_t count, const float* weights, int64_t v_pad, bool begin, float* total) {
+    vec sum[R][N] = {};
+    if (!begin)
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int n = 0; n < N; ++n) sum[r][n] = load(total + r * v_pad + n * W);
+    for (int64_t key = 0; key < count; ++key, values += v_pad) {
+        vec x[N];
+        UNROLL for (int n = 0; n < N; ++n) x[n] = load(values + n * W);
         UNROLL for (int r = 0; r < R; ++r) {
             const vec w = set1(weights[r * TILE + key]);
-            UNROLL for (int n = 0; n < N * V; ++n) sum[r][n] = fma(w, x[n], sum[r][n]);
+            UNROLL for (int n = 0; n < N; ++n) sum[r][n] = fma(w, x[n], sum[r][n]);
         }
     }
     UNROLL for (int r = 0; r < R; ++r)
-        UNROLL for (int n = 0; n < N * V; ++n) {
-            float* to = acc + r * tile.v_pad + unit_at<F>(u + n / V) + n % V * 16;
-            store(to, fma(load(to), set1(rows.alpha[r]), sum[r][n]));
-        }
+        UNROLL for (int n = 0; n < N; ++n) store(total + r * v_pad + n * W, sum[r][n]);
 }
 
-template <int F, int R> void sum_few(const Tile& tile, const Rows& rows) {
-    constexpr int REGISTERS = W == 16 ? 24 : 12, V = F == INT4 ? 2 : 1;
-    constexpr int N = 4 * R <= REGISTERS ? 4 / V : 2 * R <= REGISTERS ? 2 / V : 1;
-    const int64_t units = tile.v_dim / unit_dims(F);
-    int64_t u = 0;
-    for (; u + N <= units; u += N) sum_units<F, R, N>(tile, u, rows, rows.acc);
-    for (; u < units; ++u) sum_units<F, R, 1>(tile, u, rows, rows.acc);
+template <int R>
+void sum_rows(const float* values, int64_t count, const float* weights, int64_t v_pad, bool begin, float* total) {
+    int64_t d = 0;
+    if constexpr (R <= 2)  // too few chains to keep the multipliers busy
+        for (; d + 4 * W <= v_pad; d += 4 * W) sum_dims<R, 4>(values + d, count, weights, v_pad, begin, total + d);
+    for (; d < v_pad; d += 2 * W) sum_dims<R, 2>(values + d, count, weights, v_pad, begin, total + d);
 }
 
-// Any number of rows, over the decoded tile [TILE][v_pad].
-template <int F> void sum_many(const Tile& tile, const Rows& rows, float* values) {
-    const int64_t groups = scale_groups(F, tile.v_dim);
-    const float* weights = rows.weights;
-    for (int64_t key = tile.first; key < tile.last; ++key) {
-        float* x = values + key * tile.v_pad;
-        decode_values<F>(tile.v[key], F == INT4 ? tile.v_groups + key * groups : nullptr, tile.v_dim, x);
-        for (int64_t d = tile.v_dim; d < tile.v_pad; ++d) x[d] = 0;
-    }
-    for (int64_t d = 0; d < tile.v_pad; d += 2 * W)
-        for (int64_t row = 0; row < rows.padded; row += ROWS) {
-            vec sum[ROWS][2] = {};
-            for (int64_t key = tile.first; key < tile.last; ++key) {
-                const vec a = load(values + key * tile.v_pad + d), b = load(values + key * tile.v_pad + d + W);
-                UNROLL for (int r = 0; r < ROWS; ++r) {
-                    const vec w = set1(weights[(row + r) * TILE + key]);
-                    sum[r][0] = fma(w, a, sum[r][0]);
-                    sum[r][1] = fma(w, b, sum[r][1]);
-                }
-            }
-            UNROLL for (int r = 0; r < ROWS; ++r)
-                UNROLL for (int v = 0; v < 2; ++v) {
-                    float* to = rows.acc + (row + r) * tile.v_pad + d + v * W;
-                    store(to, fma(load(to), set1(rows.alpha[row + r]), sum[r][v]));
-                }
-        }
-}
-
-template <int F> void sum(const Tile& tile, const Rows& rows, float* values) {
-    if (tile.v_dim % (F == INT4 ? INT4_GROUP : W)) return sum_many<F>(tile, rows, values);
-    switch (rows.count) {
-        case 1: return sum_few<F, 1>(tile, rows);
-        case 2: return sum_few<F, 2>(tile, rows);
-        case 3: return sum_few<F, 3>(tile, rows);
-        case 4: return sum_few<F, 4>(tile, rows);
-        case 5: return sum_few<F, 5>(tile, rows);
-        case 6: return sum_few<F, 6>(tile, rows);
-        case 7: return sum_few<F, 7>(tile, rows);
-        case 8: return sum_few<F, 8>(tile, rows);
-        default: return sum_many<F>(tile, rows, values);
+// total[rows][v_pad] = weights x V, over decoded keys: as many at a time as stay in the first cache, for few rows.
+void sum_decoded(int64_t format, const Tile& tile, const Rows& rows, float* values, float* total) {
+    const int64_t step = rows.count <= DECODE_ROWS ? 16 : TILE;
+    for (int64_t key = tile.first; key < tile.last; key += step) {
+        const int64_t last = std::min(key + step, tile.last);
+        DECODE_KEYS[format](tile, key, last, values);
+        each_rows<ROWS>(rows.count, [&]<int R>(int64_t row) INLINED {
+            sum_rows<R>(values, last - key, rows.weights + row * TILE + key, tile.v_pad, key == tile.first,
+                        total + row * tile.v_pad);
+        });
     }
 }
 
-constexpr void (*SUM[])(const Tile&, const Rows&, float* values) = {
-    sum<FP32>, sum<FP16>, sum<BF16>, sum<INT8>, sum<E4M3>, sum<INT4>,
-};
+// acc = acc * alpha + weights x V.
+void sum_tile(int64_t format, const Tile& tile, const Rows& rows, float* values, float* total) {
+    bool done = false;
+    if (rows.count <= FEW) {
+        const auto few = [&]<int F, int AT_ONCE>() INLINED {
+            each_rows<AT_ONCE>(rows.count, [&]<int R>(int64_t row) INLINED { done = sum_few<F, R>(tile, rows, row, total); });
+        };
+        if (format == BF16) few.template operator()<BF16, CHEAP>();
+        if (format == INT8) few.template operator()<INT8, CHEAP>();
+        if (format == E4M3) few.template operator()<E4M3, DEAR>();
+        if (format == INT4) few.template operator()<INT4, DEAR>();
+    }
+    if (!done) sum_decoded(format, tile, rows, values, total);
+    for (int64_t row = 0; row < rows.count; ++row)
+        for (int64_t d = row * tile.v_pad; d < row * tile.v_pad + tile.v_dim; d += W)
+            store(rows.acc + d, fma(load(rows.acc + d), set1(rows.alpha[row]), load(total + d)));
+}
 
 }  // namespace
 

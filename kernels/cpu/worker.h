@@ -30,24 +30,29 @@ thread_local Workspace workspace, partial_states;
 class Worker {
   public:
     explicit Worker(const AttentionArgs& a, int64_t max_rows) : a(a), group(a.num_q_heads / a.num_kv_heads) {
-        const int64_t padded = round_up(max_rows, ROWS), dim = std::max(a.k_dim, a.v_dim);
+        const int64_t dim = std::max(a.k_dim, a.v_dim);
         v_pad = round_up(a.v_dim, 2 * W);
         k_pad = round_up(a.k_dim, 32);  // whole chunks of every format
         const int64_t sizes[] = {
-            padded * k_pad, padded * DIGITS * k_pad / 4, padded * DIGITS, padded,                     // the query
-            padded * k_pad, padded * DIGITS * k_pad / 4, padded * DIGITS, padded,                     // for the sinks
-            padded * TILE, padded, padded, padded * v_pad, padded,                                    // Rows
-            padded, padded, padded * v_pad,                                                           // the running state
-            k_pad * STRIP, TILE * v_pad,                                                            // decoded tiles
-            scale_groups(INT4, a.k_dim) * TILE, scale_groups(INT4, a.v_dim) * TILE, dim + 16, round_up(a.v_dim, 2 * W),
+            max_rows * k_pad, max_rows * DIGITS * k_pad / 4, max_rows * DIGITS, max_rows,  // the query
+            max_rows * k_pad, max_rows * DIGITS * k_pad / 4, max_rows * DIGITS, max_rows,  // for the sinks
+            max_rows * TILE, max_rows, max_rows, max_rows * v_pad, max_rows,               // Rows
+            max_rows, max_rows, max_rows * v_pad,                                          // the running state
+            k_pad * STRIP, TILE * v_pad, max_rows * v_pad,                                 // decoded keys, a tile's sum
+            scale_groups(INT4, a.k_dim) * TILE, scale_groups(INT4, a.v_dim) * TILE, dim + 16, v_pad,
         };
         constexpr int COUNT = sizeof(sizes) / sizeof(*sizes);
         int64_t total = 0;
         for (int64_t size : sizes) total += round_up(size, 16);
         float* at = workspace.get(total);
-        float** parts[COUNT] = {&query.x, (float**)&query.digits, (float**)&query.start, &query.unit, &query_sink.x,
-            (float**)&query_sink.digits, (float**)&query_sink.start, &query_sink.unit, &rows.weights, &rows.max, &rows.sum, &rows.acc,
-            &rows.alpha, &max, &sum, &acc, &strip, &values, &tile.k_groups, &tile.v_groups, &zeros, &out};
+        float** parts[COUNT] = {
+            &query.x, (float**)&query.digits, (float**)&query.start, &query.unit,
+            &query_sink.x, (float**)&query_sink.digits, (float**)&query_sink.start, &query_sink.unit,
+            &rows.weights, &rows.max, &rows.sum, &rows.acc, &rows.alpha,
+            &max, &sum, &acc,
+            &strip, &values, &tile_sum,
+            &tile.k_groups, &tile.v_groups, &zeros, &out,
+        };
         for (int i = 0; i < COUNT; ++i) {
             *parts[i] = at;
             at += round_up(sizes[i], 16);
@@ -109,27 +114,25 @@ class Worker {
     Tile tile;
     Query query, query_sink;
     Rows rows;
-    float *max, *sum, *acc, *strip, *values, *zeros, *out;
+    float *max, *sum, *acc, *strip, *values, *tile_sum, *zeros, *out;
 
     void begin(const Item& item) {
         if (loaded == &item) return;
         loaded = &item;
         rows.count = item.count * group;
-        rows.padded = round_up(rows.count, ROWS);
-        load_query(a, item, a.query, a.query_token, a.query_head, k_pad, rows.padded, query);
+        load_query(a, item, a.query, a.query_token, a.query_head, k_pad, query);
         if (a.query_sink && a.num_sink_tokens)
-            load_query(a, item, a.query_sink, a.sink_token, a.sink_head, k_pad, rows.padded, query_sink);
-        for (int64_t row = rows.count; row < rows.padded; ++row) rows.alpha[row] = 0;
-        memset(rows.weights + rows.count * TILE, 0, 4 * (rows.padded - rows.count) * TILE);
+            load_query(a, item, a.query_sink, a.sink_token, a.sink_head, k_pad, query_sink);
     }
 
     void split(const Item& item, int64_t s) {
-        for (int64_t row = 0; row < rows.padded; ++row) rows.max[row] = NOTHING;
-        memset(rows.sum, 0, 4 * rows.padded);
-        memset(rows.acc, 0, 4 * rows.padded * v_pad);
+        for (int64_t row = 0; row < rows.count; ++row) rows.max[row] = NOTHING;
+        memset(rows.sum, 0, 4 * rows.count);
+        memset(rows.acc, 0, 4 * rows.count * v_pad);
         for (int range = 0; range < RANGES; ++range) {
             const Range seen = range_of(a, range, item);
             const int64_t first = std::max(seen.first, s * SPLIT), last = std::min(seen.last, (s + 1) * SPLIT);
+            if (first >= last) continue;
             for (int64_t start = first / TILE * TILE; start < last; start += TILE)
                 attend_tile(item, range, start, std::max(first, start), std::min(last, start + TILE), seen.last);
         }
@@ -137,17 +140,15 @@ class Worker {
 
     void attend_tile(const Item& item, int range, int64_t start, int64_t first, int64_t last, int64_t end) {
         const Pool& pool = IS_EXACT[range] ? a.exact : a.pool;
-        load_tile(a, item, IS_EXACT[range], start, first, last, end, rows.count <= FEW, tile);
-        SCORE[pool.k_format](tile, IS_SINK[range] && a.query_sink ? query_sink : query, rows, strip);
+        load_tile(a, item, IS_EXACT[range], start, first, last, end, rows.count <= DECODE_ROWS, tile);
+        score_tile(pool.k_format, tile, IS_SINK[range] && a.query_sink ? query_sink : query, rows, strip);
         const float cap = (float)(a.softcap * M_LOG2E);
         for (int64_t token = 0; token < item.count; ++token) {
             const Range seen = range_of(a, range, item.position + token);
             const int64_t begin = std::max(seen.first, first) - start, stop = std::min(seen.last, last) - start;
             for (int64_t h = 0; h < group; ++h) softmax(tile, rows, token * group + h, begin, stop, cap);
         }
-        for (int64_t row = rows.count; row < rows.padded; ++row)
-            for (int64_t key = 0; key < TILE; key += W) store(rows.weights + row * TILE + key, vec{});
-        SUM[pool.v_format](tile, rows, values);
+        sum_tile(pool.v_format, tile, rows, values, tile_sum);
     }
 
     void finish(const Item& item) {
