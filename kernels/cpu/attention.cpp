@@ -20,13 +20,15 @@ namespace {
 
 constexpr int64_t ITEM_ROWS = 96;           // rows for which a tile is decoded once
 constexpr int64_t PARTIAL_BYTES = 4 << 20;  // for the states of splits that other threads compute
+constexpr int64_t WORTH_A_THREAD = 1 << 17;  // multiply-adds, some 20 us: waking a thread costs less
 
 }  // namespace
 
 void paged_attention(const AttentionArgs& a) {
     const int64_t group = a.num_q_heads / a.num_kv_heads, per_item = std::max<int64_t>(1, ITEM_ROWS / group);
     std::vector<Item> items;
-    int64_t max_rows = 0, num_splits = 0, partial_rows = 0;
+    items.reserve((size_t)(a.num_seqs * a.num_kv_heads));
+    int64_t max_rows = 0, num_splits = 0, partial_rows = 0, work = 0;
     for (int64_t seq = 0; seq < a.num_seqs; ++seq) {
         const int64_t begin = a.query_start_loc[seq], end = a.query_start_loc[seq + 1];
         // The last tokens see the most keys: they are started first.
@@ -36,7 +38,9 @@ void paged_attention(const AttentionArgs& a) {
             int64_t low = INT64_MAX, high = 0;
             for (int range = 0; range < RANGES; ++range) {
                 const auto [from, to] = range_of(a, range, Item{.count = count, .position = position});
-                if (from < to) low = std::min(low, from / SPLIT), high = std::max(high, (to - 1) / SPLIT + 1);
+                if (from >= to) continue;
+                low = std::min(low, from / SPLIT), high = std::max(high, (to - 1) / SPLIT + 1);
+                work += (to - from) * count * a.num_q_heads * (a.k_dim + a.v_dim);
             }
             const int64_t splits = high > low ? high - low : 0;
             for (int64_t head = 0; head < a.num_kv_heads; ++head) {
@@ -47,8 +51,9 @@ void paged_attention(const AttentionArgs& a) {
             max_rows = std::max(max_rows, count * group);
         }
     }
+    const int64_t threads = std::min(a.threads, 1 + work / WORTH_A_THREAD);
     const int64_t num_items = (int64_t)items.size(), state = round_up(a.v_dim, 2 * W) + 2;
-    const bool by_split = num_items < 4 * a.threads && num_splits > num_items && partial_rows * state * 4 <= PARTIAL_BYTES;
+    const bool by_split = num_items < 4 * threads && num_splits > num_items && partial_rows * state * 4 <= PARTIAL_BYTES;
     std::vector<int64_t> tasks, offsets;  // by split: the item of every task, and where its states lie
     float* states = nullptr;
     std::unique_ptr<std::atomic<int64_t>[]> left;
@@ -67,8 +72,7 @@ void paged_attention(const AttentionArgs& a) {
     }
     const int64_t num_tasks = by_split ? (int64_t)tasks.size() : num_items;
     std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads((int)std::max<int64_t>(1, std::min(a.threads, num_tasks)))
-    {
+    const auto run = [&] {
         Worker worker(a, max_rows);
         for (int64_t task; (task = next++) < num_tasks;) {
             if (!by_split) {
@@ -81,6 +85,12 @@ void paged_attention(const AttentionArgs& a) {
             if (item.num_splits) worker.attend_split(item, item.first_split + s, states + offsets[i] + s * size);
             if (--left[i] == 0) worker.attend_states(item, states + offsets[i]);
         }
+    };
+    const int team = (int)std::min(threads, num_tasks);
+    if (team <= 1) run();
+    else {
+#pragma omp parallel num_threads(team)
+        run();
     }
     const int64_t done = a.query_start_loc[a.num_seqs], row = a.num_q_heads * a.v_dim * (a.dtype == FP32 ? 4 : 2);
     memset((uint8_t*)a.out + done * row, 0, (size_t)((a.num_tokens - done) * row));

@@ -160,7 +160,9 @@ def paged_attention(
     num_tokens, num_q_heads, k_dim = query.shape
     heads = num_kv_heads, k_dim, v_dim, block_size
     parts, formats, rotations = _offsets(k_format, v_format, *heads)
-    exact_parts, exact_formats, _ = _offsets(exact_k_format, exact_v_format, *heads)
+    exact_parts, exact_formats = parts, formats
+    if exact_arena is not None:
+        exact_parts, exact_formats, _ = _offsets(exact_k_format, exact_v_format, *heads)
     dtype = _DTYPES.get(query.dtype, -1)
     serving = _serving if _chosen else choose()
     if serving is None or dtype < 0 or min(*formats, *exact_formats) < 0:

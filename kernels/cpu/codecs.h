@@ -66,7 +66,16 @@ INLINE void store_row(void* to, int64_t at, int64_t dtype, int64_t dim, const fl
         return;
     }
     uint8_t* p = (uint8_t*)to + 2 * at;
-    for (int64_t d = 0; d < dim; ++d) {
+    int64_t d = 0;
+    if (dtype == BF16)
+        for (; d + W <= dim; d += W) {
+            typedef uint16_t halves __attribute__((vector_size(2 * W)));
+            const vec y = load(x + d);
+            const uints bits = (uints)y, nan = (uints)(y != y);
+            const halves h = __builtin_convertvector(((bits + 0x7fff + (bits >> 16 & 1)) >> 16 & ~nan) | (nan & 0x7fc0), halves);
+            memcpy(p + 2 * d, &h, sizeof h);
+        }
+    for (; d < dim; ++d) {
         const uint16_t h = dtype == BF16 ? to_bf16(x[d]) : to_half(x[d]);
         memcpy(p + 2 * d, &h, 2);
     }

@@ -33,6 +33,7 @@ constexpr int W = 4;
 #endif
 typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ints __attribute__((vector_size(4 * W)));
+typedef uint32_t uints __attribute__((vector_size(4 * W)));
 typedef float vec_u __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 INLINE vec set1(float x) { return x - vec{}; }
