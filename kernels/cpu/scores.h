@@ -138,14 +138,19 @@ INLINE void integer_scores(const Query& query, int64_t row, int64_t k_pad, int64
 
 void score_integer(const Tile& tile, const Query& query, int64_t rows, float* scores, float* strip) {
     ints* codes = (ints*)strip;  // [k_pad / 4][2]
+    const int64_t share = (STRIP * 16 + tile.k_dim - 1) / tile.k_dim;
     for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
-        for (int64_t i = key; i < std::min(key + STRIP, tile.num_next); ++i) prefetch_row(tile.next_k[i], tile.k_dim);
-        for (int64_t d = 0; d < tile.k_dim; d += 16)
+        int64_t next = key;
+        for (int64_t d = 0; d < tile.k_dim; d += 16) {
+            // Spread out, so that fetching ahead does not hold up the loads of this strip.
+            const int64_t until = std::min(next + share, std::min(key + STRIP, tile.num_next));
+            for (; next < until; ++next) prefetch_row(tile.next_k[next], tile.k_dim);
             for (int v = 0; v < 2; ++v) {
                 ints words[4];
                 load_chunk<INT8>(tile, key + v * W, d, words);
                 UNROLL for (int c = 0; c < 4; ++c) codes[(d / 4 + c) * 2 + v] = words[c] ^ (int32_t)0x80808080;
             }
+        }
         const auto at = [&](int64_t d) INLINED { return codes + 2 * d; };
         int64_t row = 0;
         for (; row + 4 <= rows; row += 4)
