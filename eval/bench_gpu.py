@@ -121,13 +121,14 @@ class Run:
         """Decode of a Llama with random weights, eager and, where the engine records them, from CUDA graphs."""
         from lean.engine import LLM  # after `interpret`, since it imports Triton
         from lean.eval.bench_gpu_model import random_llama, step_seconds
+        from lean.eval.peers import decode_room
 
         layers, hidden, heads, kv_heads, vocabulary, context = self.plan.model
         recordable = "enforce_eager" in {field.name for field in fields(EngineConfig)} and self.device.type != "cpu"
         modes: list[dict[str, Any]] = [{"enforce_eager": True}, {"enforce_eager": False}] if recordable else [{}]
         steps = 4 * self.plan.rounds + 2
         with tempfile.TemporaryDirectory() as folder:
-            random_llama(Path(folder), layers, hidden, heads, kv_heads, vocabulary, 2 * context, self.device)
+            random_llama(Path(folder), layers, hidden, heads, kv_heads, vocabulary, 4 * context, self.device)
             config = EngineConfig(
                 "bf16", dtype="bfloat16", device=self.device.type, max_num_seqs=1,
                 max_model_len=context + steps + 8, max_num_batched_tokens=2048,
@@ -141,6 +142,7 @@ class Run:
                 for mode in modes:
                     name = "graphs" if mode.get("enforce_eager") is False else "eager"
                     config = replace(loaded.config, kv_dtype=fmt, max_num_seqs=batch, **mode)
+                    config = replace(config, max_model_len=context + decode_room(config, batch, context, steps))
                     step = partial(step_seconds, loaded.model, config, batch, context, steps)
                     median = self._try(f"model {fmt} {name} {batch}", step)
                     if median is None:

@@ -14,11 +14,14 @@ from lean.engine import LLM
 from lean.errors import UserError
 from lean.eval.bench import BenchRow, Timing, read_bandwidth, rows_beside_peers, seconds_of
 from lean.eval.corpus import python_docs
-from lean.eval.peers import Decoder, Lean, LlamaCpp, Transformers
+from lean.eval.peers import Decoder, Lean, LlamaCpp, Transformers, decode_room
+from lean.layer_formats import parse_formats
 from lean.model import LoadedModel
+from lean.quant import BF16
 
 _ROUNDS = 7
 _STEPS = 3  # per turn
+_STEPS_IN_ALL = (_ROUNDS + 2) * (_STEPS + 1)
 
 
 def bench_tokens(llm: LLM, count: int) -> list[int]:
@@ -39,15 +42,27 @@ def weight_bytes(model: LoadedModel) -> int:
     return sum(tensors.values())
 
 
+def with_format(config: EngineConfig, kv_dtype: str) -> EngineConfig:
+    """The same engine with another KV format; options of a residual are left out where nothing is quantized."""
+    if not any(fmt.quantized for fmt in parse_formats(kv_dtype, BF16)):
+        config = config.exact()
+    return replace(config, kv_dtype=kv_dtype)
+
+
+def bench_length(what: str, config: EngineConfig, contexts: Sequence[int], rows: int = 1) -> int:
+    """max-model-len of all engines of a benchmark: one length, so that a model's rotary frequencies stay the same."""
+    context = max(contexts)
+    return context + (8 if what == "prefill" else decode_room(config, rows, context, _STEPS_IN_ALL))
+
+
 def contenders(
-    llm: LLM, kv_dtypes: Sequence[str], peers: Sequence[str], max_model_len: int, gguf: str | None
+    llm: LLM, kv_dtypes: Sequence[str], peers: Sequence[str], gguf: str | None
 ) -> tuple[dict[str, Decoder], list[str]]:
     """(engines by name, the names that are lean's). Raises UserError, in one line, for a peer that is not there."""
     source, threads = llm.model.info.source, torch.get_num_threads()
     made: dict[str, Decoder] = {}
     for name in kv_dtypes:
-        config = replace(llm.config, kv_dtype=name, max_num_seqs=1, max_model_len=max_model_len)
-        made[name] = Lean(llm.model, config)
+        made[name] = Lean(llm.model, with_format(llm.config, name))
     ours = list(made)
     for peer in peers:
         if peer.startswith("transformers"):
@@ -60,7 +75,8 @@ def contenders(
             if file is None or not file.is_file():
                 raise UserError("--against llama.cpp reads a GGUF file of the model: name it with --gguf FILE")
             for cache in ("f16", "q8_0"):
-                made[f"llama.cpp {cache}"] = LlamaCpp(file, cache, max_model_len, threads, llm.config.prefill_chunk)
+                length = llm.size.max_model_len
+                made[f"llama.cpp {cache}"] = LlamaCpp(file, cache, length, threads, llm.config.prefill_chunk)
         else:
             raise UserError(f"unknown peer {peer!r}: choose transformers, transformers-quantized or llama.cpp")
     return made, ours
@@ -97,8 +113,7 @@ def bench_decode(
     llm: LLM, kv_dtypes: Sequence[str], contexts: Sequence[int], peers: Sequence[str], gguf: str | None
 ) -> Iterator[BenchRow]:
     """Milliseconds per token of one sequence behind a filled context."""
-    room = (_ROUNDS + 2) * (_STEPS + 1) + 8
-    engines, ours = contenders(llm, kv_dtypes, peers, max(contexts) + room, gguf)
+    engines, ours = contenders(llm, kv_dtypes, peers, gguf)
     weights = weight_bytes(llm.model)
     for context in contexts:
         for engine in engines.values():
@@ -112,7 +127,7 @@ def bench_prefill(
     llm: LLM, kv_dtypes: Sequence[str], contexts: Sequence[int], peers: Sequence[str], gguf: str | None
 ) -> Iterator[BenchRow]:
     """Milliseconds from a prompt to its first token."""
-    engines, ours = contenders(llm, kv_dtypes, peers, max(contexts) + 8, gguf)
+    engines, ours = contenders(llm, kv_dtypes, peers, gguf)
     for context in contexts:
         ids = bench_tokens(llm, context)
         seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -126,17 +141,10 @@ def bench_prefill(
 
 def bench_batch(llm: LLM, kv_dtypes: Sequence[str], contexts: Sequence[int], batch: int) -> Iterator[BenchRow]:
     """Milliseconds per step of ``batch`` sequences; the peer is one sequence, and ratio compares tokens per second."""
-    room = (_ROUNDS + 2) * (_STEPS + 1) + 8
     for kv_dtype in kv_dtypes:
         for context in contexts:
-            engines = {
-                rows: Lean(
-                    llm.model,
-                    replace(llm.config, kv_dtype=kv_dtype, max_num_seqs=rows, max_model_len=context + room),
-                    rows,
-                )
-                for rows in (1, batch)
-            }
+            config = with_format(llm.config, kv_dtype)
+            engines = {rows: Lean(llm.model, replace(config, max_num_seqs=rows), rows) for rows in (1, batch)}
             for engine in engines.values():
                 engine.read(bench_tokens(llm, context))
             timings = _turns({str(rows): engine.step for rows, engine in engines.items()}, _ROUNDS, _STEPS)
@@ -146,7 +154,3 @@ def bench_batch(llm: LLM, kv_dtypes: Sequence[str], contexts: Sequence[int], bat
                     row, format=kv_dtype, peer="1 sequence", peer_ms=1e3 * one,
                     ratio=batch * one / timings[str(batch)].median,
                 )  # fmt: skip
-
-
-def profile_config(config: EngineConfig, context: int, steps: int) -> EngineConfig:
-    return replace(config, max_num_seqs=1, max_model_len=context + steps + 8)

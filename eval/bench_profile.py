@@ -11,13 +11,13 @@ import torch
 
 from lean import attention
 from lean import engine as engine_module
-from lean.config import EngineConfig
 from lean.engine import LLM
 from lean.eval.bench import synchronize
-from lean.eval.bench_model import bench_tokens, profile_config
+from lean.eval.bench_model import bench_tokens
 from lean.eval.peers import Lean
 
-_STEPS = 24
+STEPS = 24
+STEPS_IN_ALL = 2 * STEPS + 8
 PARTS = (
     "attention",
     "linears",
@@ -69,8 +69,10 @@ def _watched(llm: LLM, clock: _Clock) -> Iterator[None]:
         def put(target: object, name: str, part: str) -> None:
             stack.enter_context(mock.patch.object(target, name, clock.around(part, getattr(target, name))))
 
-        for module in llm.model.module.modules():
-            if (part := _part_of(module)) is not None:
+        model: Any = llm.model.module
+        head = model.get_output_embeddings()
+        for module in model.modules():
+            if module is not head and (part := _part_of(module)) is not None:
                 put(module, "forward", part)
         put(attention, "attend", "attention")
         put(llm._runner, "logits", "head")
@@ -82,24 +84,24 @@ def _watched(llm: LLM, clock: _Clock) -> Iterator[None]:
         yield
 
 
-def profile(llm: LLM, config: EngineConfig, context: int) -> dict[str, float]:
+def profile(llm: LLM, context: int) -> dict[str, float]:
     """Milliseconds per step by part, and ``whole`` without the clocks, of one sequence behind ``context`` tokens."""
-    engine = Lean(llm.model, profile_config(config, context, 3 * _STEPS))
+    engine = Lean(llm.model, llm.config)
     engine.read(bench_tokens(llm, context))
     for _ in range(3):
         engine.step()
 
     def steps() -> float:
         taken = []
-        for _ in range(_STEPS):
+        for _ in range(STEPS):
             start = time.perf_counter()
             engine.step()
             synchronize()
             taken.append(time.perf_counter() - start)
-        return sorted(taken)[_STEPS // 2]
+        return sorted(taken)[STEPS // 2]
 
     whole, clock = steps(), _Clock()
     with _watched(engine.llm, clock):
-        for _ in range(_STEPS):
+        for _ in range(STEPS):
             clock("rest of the step", engine.step)
-    return {part: 1e3 * clock.seconds[part] / _STEPS for part in PARTS} | {"whole": 1e3 * whole}
+    return {part: 1e3 * clock.seconds[part] / STEPS for part in PARTS} | {"whole": 1e3 * whole}

@@ -7,6 +7,7 @@ import torch
 
 from lean.config import EngineConfig
 from lean.engine import LLM
+from lean.errors import EngineError
 from lean.eval.perplexity import Part, ScoredText, exp, mean_and_stderr
 from lean.model import LoadedModel
 from lean.sampling_params import SamplingParams
@@ -16,7 +17,7 @@ _TOP = 5
 
 def full_config(config: EngineConfig) -> EngineConfig:
     """Nothing quantized and nothing out of sight: shows what a window costs too."""
-    return replace(config.exact(), window=None, sinks=None)
+    return replace(config.exact(), window=None, sinks=None, num_blocks=None, kv_memory=None)
 
 
 def floor_config(config: EngineConfig) -> EngineConfig:
@@ -101,7 +102,10 @@ def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None
             exact_rows = reference.hidden[index][first : first + len(rows)]
             place = slice(starts[index] + first, starts[index] + first + len(rows))
             columns[:, place] = _compare_rows(
-                reference.llm.logits(exact_rows), candidate.logits(rows), targets[start : start + len(rows)]
+                reference.llm.logits(exact_rows),
+                candidate.logits(rows),
+                targets[start : start + len(rows)],
+                candidate.model.token_limit,
             )
         if progress is not None:
             progress(len(hidden))
@@ -131,14 +135,17 @@ def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None
     )
 
 
-def _compare_rows(exact: torch.Tensor, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, vocab] of both caches -> the five columns of `compare`, [5, rows], on the CPU."""
+def _compare_rows(exact: torch.Tensor, found: torch.Tensor, targets: torch.Tensor, token_limit: int) -> torch.Tensor:
+    """Logits [rows, vocab] of both caches -> the five columns of `compare`, [5, rows], on the CPU.
+
+    Ids from ``token_limit`` on are padding of the vocabulary: part of the distribution, never among the likeliest.
+    """
     p, q = exact.log_softmax(-1), found.log_softmax(-1)
     kld = (p.exp() * (p - q)).sum(-1)
-    ours, theirs = q.topk(_TOP).indices, p.topk(_TOP).indices
+    ours, theirs = (x[:, :token_limit].topk(min(_TOP, token_limit)).indices for x in (q, p))
     same = (ours[:, :, None] == theirs[:, None]).any(1).double().mean(-1)
     nll = [-x.gather(1, targets[:, None])[:, 0] for x in (p, q)]
-    agree = p.argmax(-1) == q.argmax(-1)
+    agree = ours[:, 0] == theirs[:, 0]
     return torch.stack([kld.double(), agree.double(), same, *(x.double() for x in nll)]).cpu()
 
 
@@ -167,7 +174,11 @@ def greedy_continuations(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens:
         repetition_penalty=1.0,
         ignore_eos=True,
     )
-    return [output.token_ids for output in llm.generate(prompts, params)]
+    outputs = llm.generate(prompts, params)
+    for output in outputs:
+        if output.finish_reason != "length":
+            raise EngineError(output.error or "the request was aborted")
+    return [output.token_ids for output in outputs]
 
 
 def divergence(exact: list[list[int]], found: list[list[int]]) -> Divergence:

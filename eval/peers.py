@@ -9,7 +9,7 @@ import torch
 
 from lean.config import EngineConfig
 from lean.engine import LLM
-from lean.errors import UserError
+from lean.errors import EngineError, UserError
 from lean.model import LoadedModel
 from lean.sampling_params import SamplingParams
 
@@ -21,6 +21,13 @@ class Decoder(Protocol):
     def read(self, token_ids: Sequence[int]) -> None: ...
 
     def step(self) -> None: ...
+
+
+def decode_room(config: EngineConfig, rows: int, context: int, steps: int) -> int:
+    """Tokens that every one of ``rows`` sequences must be able to make: while the last prompts of ``context`` tokens
+    are read, the first sequences decode already, and none may end before ``steps`` steps of all of them."""
+    chunk = max(1, min(config.prefill_chunk, config.step_tokens - rows))
+    return steps + rows * (-(-context // chunk) + 1) + 8
 
 
 class Lean:
@@ -43,7 +50,9 @@ class Lean:
             started |= {output.request_id for output in self.llm.step()}
 
     def step(self) -> None:
-        self.llm.step()
+        found = {output.request_id for output in self.llm.step()}
+        if len(found) < self._rows:
+            raise EngineError(f"only {len(found)} of {self._rows} sequences decode together: raise --kv-memory")
 
 
 class Transformers:

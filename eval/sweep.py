@@ -144,6 +144,8 @@ def _measure(cell: Cell, setup: _Setup, reference: Reference, meter: SpeedMeter)
         progress.advance(speed.context)
         needle = _needles(cell, llm, setup) if grid.needle_lengths else None
         tasks = _tasks(cell, llm, setup) if grid.tasks else None
+    except ConfigError:  # what the plan allows and this machine cannot give at the moment: not the cell's fault
+        raise
     except (UserError, EngineError) as error:
         if cell == Cell(EXACT):
             raise

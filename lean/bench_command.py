@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +11,13 @@ import typer
 from lean.config import EngineConfig
 from lean.errors import UserError
 from lean.evaluate import printed_config, read_numbers, start_engine
-from lean.flags import Json, ModelArgument, engine_flags, given_options, option
+from lean.flags import ModelArgument, engine_flags, given_options, option
 from lean.layer_formats import parse_formats
 from lean.quant.formats import BF16
 from lean.terminal import stderr
 
 if TYPE_CHECKING:
+    from lean.engine import LLM
     from lean.eval.bench import BenchRow
     from lean.options import Options
 
@@ -33,6 +35,7 @@ Against = Annotated[
     str | None, option("Peers: transformers, transformers-quantized, llama.cpp; separated by commas.", metavar="P[,P]")
 ]
 Gguf = Annotated[str | None, option("The model's GGUF file, for llama.cpp.", metavar="FILE")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line on stdout.")]
 Plot = Annotated[Path | None, option("Draw time against context there.", metavar="PNG")]
 
 
@@ -40,8 +43,20 @@ def _options(context: typer.Context) -> "tuple[Options, list[str]]":
     """The options of the engine, and the formats to measure: the engine itself starts with the first of them."""
     formats = split_formats(context.params["kv_dtype"])
     context.params["kv_dtype"] = formats[0]
+    for name in ("max_model_len", "max_num_seqs"):
+        if context.params[name] != getattr(_DEFAULT, name):
+            raise UserError(f"--{name.replace('_', '-')} follows from --context and the benchmark: leave it out")
     options = given_options(context, lambda _: {"max_num_seqs": 1})
     return options, formats if len(formats) > 1 else [options.engine.kv_dtype]
+
+
+def _engine(options: "Options", what: str, contexts: list[int], kv_dtype: str, rows: int = 1) -> "LLM":
+    """An engine as long as the benchmark needs, its weights shared by those that are measured."""
+    from lean.eval.bench_model import bench_length, with_format
+
+    config = with_format(replace(options.engine, max_num_seqs=1), kv_dtype)
+    length = bench_length(what, config, contexts, rows)
+    return start_engine(replace(options, engine=replace(config, max_model_len=length)))
 
 
 def split_formats(text: str) -> list[str]:
@@ -100,6 +115,9 @@ def attention(
     from lean.eval.bench_attention import PEERS, Shape, bench_attention
     from lean.kernels.ops import backend
 
+    for name, number in (("threads", threads), ("rounds", rounds)):
+        if number is not None and number < 1:
+            raise UserError(f"--{name} {number} must be at least 1")
     if threads is not None:
         torch.set_num_threads(threads)
     peers = [] if against == "none" else _names(against)
@@ -125,8 +143,8 @@ def attention(
     stderr.print(f"{backend(place)}; {torch.get_num_threads()} threads")
     rows = bench_attention(
         chosen,
-        read_numbers("context", contexts),
-        split_formats(kv_dtype),
+        read_numbers("context", contexts, 1),
+        ["bf16" if name == "auto" else name for name in split_formats(kv_dtype)],
         read_numbers("residual", residual),
         peers,
         place,
@@ -181,8 +199,8 @@ def _bench_model(
         return
     from lean.eval.bench_model import bench_decode, bench_prefill
 
-    numbers = read_numbers("context", contexts)
-    llm = start_engine(options)
+    numbers = read_numbers("context", contexts, 1)
+    llm = _engine(options, what, numbers, names[0])
     bench = bench_decode if what == "decode" else bench_prefill
     rows = bench(llm, names, numbers, _names(against), gguf)
     _show(rows, json, plot, f"{llm.model.info.source.name}, {what}, ms {'per token' if what == 'decode' else ''}")
@@ -204,8 +222,11 @@ def batch(
         return
     from lean.eval.bench_model import bench_batch
 
-    llm = start_engine(options)
-    _show(bench_batch(llm, names, read_numbers("context", contexts), sequences), json, None, "")
+    if sequences < 2:
+        raise UserError(f"--sequences {sequences}: at least 2 make a batch")
+    numbers = read_numbers("context", contexts, 1)
+    llm = _engine(options, "batch", numbers, names[0], sequences)
+    _show(bench_batch(llm, names, numbers, sequences), json, None, "")
 
 
 @app.command()
@@ -220,14 +241,18 @@ def profile(
     options = given_options(context, lambda _: {"max_num_seqs": 1})
     if printed_config(context, options):
         return
-    from lean.eval.bench_profile import PARTS, profile
+    from lean.eval.bench_profile import PARTS, STEPS_IN_ALL, profile
     from lean.terminal import print_json
 
-    llm = start_engine(options)
+    if options.engine.compile:
+        raise UserError("the parts of a compiled step cannot be told apart: leave --compile out")
+    numbers = read_numbers("context", contexts, 1)
+    config = replace(options.engine, enforce_eager=True, max_model_len=max(numbers) + STEPS_IN_ALL)
+    llm = start_engine(replace(options, engine=config))
     found: dict[int, dict[str, Any]] = {}
-    for length in read_numbers("context", contexts):
+    for length in numbers:
         stderr.print(f"profiling at {length:,} tokens")
-        found[length] = profile(llm, options.engine, length)
+        found[length] = profile(llm, length)
     if json:
         print_json({"unit": "ms per step", "contexts": {str(length): parts for length, parts in found.items()}})
         return

@@ -41,7 +41,7 @@ class Finding:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    digits = ("".join(c for c in part if c.isdigit()) for part in text.split("+")[0].split(".")[:2])
+    digits = ("".join(c for c in part if c.isdigit()) for part in text.split("+")[0].split(".")[:3])
     return tuple(int(part or 0) for part in digits)
 
 
@@ -162,7 +162,8 @@ def build_kernels() -> Finding:
     try:
         return Finding("build", "ok", f"compiled {build()}")
     except BuildError as error:
-        return Finding("build", "problem", str(error), "install g++ or clang++, then lean doctor --build")
+        mend = "install g++ or clang++, then lean doctor --build" if sys.platform == "linux" else ""
+        return Finding("build", "problem", str(error), mend)
 
 
 def examine() -> Iterator[Finding]:

@@ -84,9 +84,12 @@ def progress_bar(what: str, total: int, of: str = "tokens") -> Iterator[Any]:
         yield lambda count: bar.advance(task, count)
 
 
-def read_numbers(name: str, text: str) -> list[int]:
+def read_numbers(name: str, text: str, at_least: int = 0) -> list[int]:
     """``512,2048`` to numbers. Raises UserError."""
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise UserError(f"cannot read --{name} {text!r}: write whole numbers, e.g. 512,2048") from None
+    if min(numbers) < at_least:
+        raise UserError(f"--{name} {min(numbers)} must be at least {at_least}")
+    return numbers

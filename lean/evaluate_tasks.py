@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from lean.errors import UserError
 from lean.evaluate import (
     CorpusName,
     TextFile,
@@ -78,6 +79,8 @@ def tasks(
     options = given_options(context)
     if printed_config(context, options):
         return
+    if limit is not None and limit <= 0:
+        raise UserError(f"--limit {limit:g} must be positive")
     from lean.eval.tasks import check_tasks, run_tasks
 
     wanted = [name.strip() for name in names.split(",")]

@@ -1,6 +1,6 @@
 """``lean eval ppl`` and ``lean eval kld``: what a cache costs in accuracy, on any text."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,13 +18,14 @@ from lean.evaluate import (
     read_options,
     start_engine,
 )
-from lean.flags import Json, ModelArgument, engine_flags, option
+from lean.flags import Json, ModelArgument, choose_model, engine_flags, option, start
 from lean.terminal import print_json
 
 if TYPE_CHECKING:
     from lean.eval.perplexity import Perplexity
 
 _KLD_TOKENS = 2048
+_PROMPT_TOKENS = 64  # of prompts whose greedy answers are compared
 
 
 @app.command()
@@ -133,12 +134,28 @@ def kld(
         read_reference,
     )
     from lean.eval.perplexity import prepare
+    from lean.hub import resolve
+    from lean.model import inspect_model
 
     source = read_corpus(text, corpus)
-    llm = start_engine(options)
+    for name, value in (("context", context_length), ("max-tokens", max_tokens)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value} must be at least 1")
+    # Three engines share the memory, and the exact ones see everything: none is longer than what is read, nor than the
+    # model, whatever window the candidate has.
+    name = choose_model(options.model)
+    found_at = resolve(name, trust_remote_code=options.engine.trust_remote_code)
+    limit = inspect_model(found_at, options.engine.dtype, options.engine.trust_remote_code).max_position_embeddings
+    limit = min(limit, options.engine.max_model_len or limit)
+    if context_length is not None and context_length > limit:
+        raise UserError(
+            f"--context {context_length:,}: the exact cache sees everything, and that is {limit:,} tokens here"
+        )
+    length = min(context_length or max_tokens + 1, limit)
+    options = replace(options, engine=replace(options.engine, max_model_len=length))
+    llm = start(name, found_at, options)
     exact = LLM(llm.model, full_config(options.engine))
-    length = min(llm.size.max_model_len, exact.size.max_model_len)
-    scored = prepare(llm, source, max_tokens=max_tokens, context=min(context_length or length, length), bos=bos)
+    scored = prepare(llm, source, max_tokens=max_tokens, context=context_length or length, bos=bos)
     rows = sum(len(part.token_ids) - 1 for part in scored.parts)
     with progress_bar("exact cache, floor, candidate", 3 * rows) as told:
         reference = read_reference(exact, scored, told)
@@ -161,9 +178,9 @@ def kld(
         layers = probe_tokens(llm, scored.parts[0].token_ids[: options.engine.prefill_chunk]).layers
         report["layers"] = [{"layer": index, **error._asdict()} for index, error in enumerate(layers)]
     if greedy:
-        prompts = prompts_of(scored.token_ids, greedy, min(64, max(1, len(scored.token_ids) // 2)))
-        answers = [greedy_continuations(engine, prompts, greedy_tokens) for engine in (exact, llm)]
-        report["greedy_divergence"] = asdict(divergence(*answers))
+        prompts = prompts_of(scored.token_ids, greedy, min(_PROMPT_TOKENS, max(1, len(scored.token_ids) // 2)))
+        both = [greedy_continuations(engine, prompts, greedy_tokens) for engine in (exact, llm)]
+        report["greedy_divergence"] = asdict(divergence(*both))
     if json:
         print_json(report)
     else:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lean.engine import LLM
 
 NUM_TOKENS = 288
-_VERSION = 1  # of the text, the limits and what is stored
+_VERSION = 2  # of the text, the limits and what is stored
 _SEQ_ID = 0
 _MOST_NAMED = 6
 _FAR = 10.0  # times the median layer
@@ -252,6 +252,6 @@ def _key(llm: LLM) -> str:
     config = llm.config
     parts = (
         _VERSION, stamps, str(llm.model.info.dtype), config.kv_dtype, config.kv_layers, config.kv_skip_layers,
-        config.window, config.sinks, llm.plan.residual_length, llm.kernels,
+        config.window, config.sinks, llm.plan.residual_length, llm.kernels, llm.model.weights,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -17,7 +17,8 @@ class TokenScores(NamedTuple):
     """Of every token of a sequence but the first, given those before it.
 
     logprobs: float32 [n - 1] (float64 for a float64 model), natural logarithm. greedy: bool [n - 1], whether it was the
-    likeliest token (the lowest id among equals). Both on the CPU.
+    likeliest token (the lowest id among equals). Both on the CPU. Rows that pad the vocabulary belong to the
+    distribution, as in transformers, but are never the likeliest.
     """
 
     logprobs: torch.Tensor
@@ -32,7 +33,7 @@ def score_rows(llm: LLM, hidden: torch.Tensor, targets: torch.Tensor) -> TokenSc
     """
     logits = llm.logits(hidden if len(hidden) > 1 else hidden.expand(2, -1))
     logprobs = logits.gather(1, targets[:, None].expand(len(logits), 1))[:, 0] - logits.logsumexp(-1)
-    greedy = logits.argmax(-1) == targets
+    greedy = logits[:, : llm.model.token_limit].argmax(-1) == targets
     return TokenScores(logprobs[: len(targets)].cpu(), greedy[: len(targets)].cpu())
 
 

@@ -98,6 +98,26 @@ def test_decode_and_prefill_beside_transformers(folder):
         assert (found[0]["gb_s"] is None) == (command == "prefill")
 
 
+def test_every_sequence_of_a_batch_decodes_in_every_step_that_counts(folder):
+    from lean import LLM, EngineConfig
+    from lean.errors import EngineError
+    from lean.eval.bench_model import _STEPS_IN_ALL, bench_length
+    from lean.eval.peers import Lean
+
+    config = EngineConfig(max_num_seqs=5, max_num_batched_tokens=40, prefill_chunk=30, max_model_len=400)
+    model = LLM(folder, config).model
+    length = bench_length("batch", config, [100], 5)
+    assert length < 400
+    engine = Lean(model, EngineConfig(**{**vars(config), "max_model_len": length}), 5)
+    engine.read(list(range(3, 103)))
+    for _ in range(_STEPS_IN_ALL):
+        engine.step()
+    short = Lean(model, EngineConfig(**{**vars(config), "max_model_len": 110}), 5)
+    short.read(list(range(3, 103)))
+    with pytest.raises(EngineError, match="of 5 sequences"):
+        _ = [short.step() for _ in range(40)]
+
+
 def test_batch_compares_tokens_per_second(folder):
     [row] = rows("bench", "batch", folder, "--context", "40", "--sequences", "3")
     assert row["ratio"] == pytest.approx(3 * row["peer_ms"] / row["median_ms"], rel=1e-3)
@@ -138,6 +158,12 @@ def test_formats_with_commas_are_read_whole():
     assert "unknown KV format" in refusal(split_formats, "int8,int3")
 
 
+def test_formats_beside_each_other_keep_the_options_that_apply_to_them(folder):
+    args = ("--kv-dtype", "int8,bf16", "--context", "30", "--kv-residual-length", "8", "--sinks", "2")
+    assert {row["format"] for row in rows("bench", "decode", folder, *args)} == {"int8", "bf16"}
+    assert rows("bench", "attention", "--shape", "4/2x16", "--context", "64", "--kv-dtype", "auto", "--rounds", "1")
+
+
 def test_what_cannot_be_measured_is_refused_in_one_line(folder):
     assert "unknown peer" in refused("bench", "attention", "--against", "vllm")
     assert "--shape" in refused("bench", "attention", "--shape", "9-3")
@@ -145,3 +171,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(folder):
     assert "unknown peer" in refused("bench", "decode", folder, "--context", "30", "--against", "vllm")
     assert "--gguf" in refused("bench", "decode", folder, "--context", "30", "--against", "llama.cpp")
     assert "--context" in refused("bench", "decode", folder, "--context", "many")
+    assert "--context -5" in refused("bench", "decode", folder, "--context", "-5")
+    assert "--rounds 0" in refused("bench", "attention", "--rounds", "0")
+    assert "--max-model-len" in refused("bench", "decode", folder, "--context", "30", "--max-model-len", "99")
+    assert "--compile" in refused("bench", "profile", folder, "--context", "30", "--compile")

@@ -84,6 +84,14 @@ def test_kld_of_a_window_is_against_everything_in_sight(folder, text):
     assert told(*args, "--window", "64")["kld_mean"] > 1e-6
 
 
+def test_kld_of_too_long_a_context_is_refused_and_memory_is_for_what_is_read(folder, text):
+    assert "--context 600" in refused("eval", "kld", folder, "--text", text, "--context", "600")
+    assert "--context 0" in refused("eval", "kld", folder, "--text", text, "--context", "0")
+    report = told("eval", "kld", folder, "--text", text, "--max-tokens", "100", "--window", "64", "--kv-memory", "1MiB")
+    assert report["config"]["max_model_len"] == 101
+    assert report["context"] == 100
+
+
 def test_needle_prints_a_map_and_draws_it(folder, tmp_path):
     pytest.importorskip("matplotlib")
     args = ("eval", "needle", folder, "--lengths", "380", "--depths", "0,100", "--trials", "2", "--no-chat")

@@ -6,6 +6,7 @@ float64 queries, and pools in fp64, stay with the reference: they serve tests of
 import ctypes
 import os
 import struct
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -76,6 +77,8 @@ def describe() -> str:
         return f"C++ {found.isa} (cpu)"
     if reference.is_wanted():
         return "torch reference (cpu), as LEAN_KERNELS asks"
+    if sys.platform != "linux":
+        return "torch reference (cpu), many times slower than the C++ kernels, which are for Linux"
     remedy = build.HOW if build.compiler() else "install g++, then " + build.HOW
     return f"torch reference (cpu), many times slower than the C++ kernels, which are not built: {remedy}"
 
