@@ -335,7 +335,9 @@ def test_a_format_of_two_parts_is_one_item():
 def test_a_killed_process_loses_only_its_running_cell(model, done, tmp_path):
     """SIGKILL at whatever point it is, several times; the rest is run by the last one."""
     script = f"""
+import torch
 from test_sweep import run, GRID
+torch.set_num_threads(1)  # as in this process: the number of threads is part of a sweep's configuration
 run({str(model)!r}, {str(tmp_path)!r})
 """
     tests = str(Path(__file__).parent)
