@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from lean.config import EngineConfig
 from lean.errors import ConfigError, UserError
+from lean.evaluate import read_corpus
 from lean.flags import Json, ModelArgument, choose_model, engine_flags, given_options, option
 from lean.terminal import print_json, stderr
 
@@ -56,14 +57,12 @@ def sweep(
             raise UserError(f"{field.replace('_', '-')} is what a sweep varies: use {flag}")
     if out is None:
         raise UserError("--out DIR is missing: where the results go")
-    if text is not None and corpus is not None:
-        raise UserError("two texts: give --text or --corpus, not both")
+    chosen = read_corpus(text, corpus)
     if limit is not None and (tasks is None or limit < 1):
         raise UserError(f"limit {limit}: how many items of each of the --tasks, at least 1")
     from lean.eval.plots import require_matplotlib
 
     require_matplotlib()
-    from lean.eval.corpus import load_corpus, load_text
     from lean.eval.grid import Grid
     from lean.eval.perplexity import BOS_RULES
     from lean.eval.report import write_report
@@ -84,7 +83,6 @@ def sweep(
         tasks=tuple(_items("tasks", tasks)) if tasks else (),
         task_limit=limit,
     )
-    chosen = load_corpus(corpus or "python-docs") if text is None else load_text(text)
     if grid.tasks:
         from lean.eval.tasks import check_tasks
 
