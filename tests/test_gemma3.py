@@ -1,13 +1,15 @@
 """Gemma-3-270M: one KV head of 256 dims, 15 sliding layers of 512 tokens and 3 with full attention.
 
 The model is no part of the project: LEAN_GEMMA3 names its GGUF file (gemma-3-270m, Q4_K_M); without it these tests
-are skipped. The figures come from the simulation that tests/test_smollm2.py speaks of, over 1,024 tokens.
+are skipped. The figures come from the simulation that tests/test_smollm2.py speaks of, over 3,072 tokens: over the
+first 1,024 its own perplexities move by 0.2 % with the chunk (float32 sums flip codes, and layer 11 makes much of it).
 """
 
 import os
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import one_sequence
 
 from lean import LLM, EngineConfig
@@ -20,14 +22,15 @@ GGUF = Path(os.environ.get("LEAN_GEMMA3", "/nowhere"))
 needs_model = pytest.mark.skipif(not GGUF.is_file(), reason="LEAN_GEMMA3 names no file")
 TEXT_SHA256 = "71f2ff5d99bdc1f9c48c5c2353ad138201c5ca1c377e0226857ef8fa89b8bcee"
 SHAPES = [LayerShape(4, 1, 256, 256, 0 if index % 6 == 5 else 512) for index in range(18)]
+SCORED = 3072
 # kv_dtype, window, residual length, perplexity, its tolerance, mean KLD
 ROWS = (
-    ("int8", None, 0, 13.848, 0.005, 0.00111),
-    ("fp8", None, 0, 14.007, 0.005, 0.0071),
-    ("k8v4", None, None, 13.790, 0.005, 0.00048),
-    ("int4", None, None, 14.214, 0.005, 0.0264),
-    ("fp32", 508, None, 13.799, 0.03, None),
-    ("k8v4", 508, None, 13.801, 0.03, None),
+    ("int8", None, 0, 12.3155, 0.005, 0.000965),
+    ("fp8", None, 0, 12.4220, 0.005, 0.007074),
+    ("k8v4", None, None, 12.2755, 0.005, 0.000665),
+    ("int4", None, None, 12.7261, 0.005, 0.037111),
+    ("fp32", 508, None, 13.3806, 0.03, None),
+    ("k8v4", 508, None, 13.3904, 0.03, None),
 )
 
 
@@ -41,6 +44,11 @@ def test_bytes_at_4096_tokens_are_those_of_15_sliding_and_3_full_layers():
     # The exact copies: 64 tokens and 4 sinks touch at most 4 blocks.
     residual = plan_cache(SHAPES, EngineConfig(), BF16)
     assert residual.bytes_at(4096) - plan.bytes_at(4096) == 18 * 4 * 32 * 2 * 2 * 256
+
+
+@pytest.fixture(autouse=True)
+def _two_threads(_one_thread):
+    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +65,7 @@ def token_ids(exact):
 
 @pytest.fixture(scope="module")
 def reference(exact, token_ids):
-    return read_reference(exact, one_sequence(token_ids[:1024]))
+    return read_reference(exact, one_sequence(token_ids[:SCORED]))
 
 
 @needs_model

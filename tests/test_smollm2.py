@@ -127,11 +127,12 @@ def test_deterministic_mode_is_bit_identical_in_bfloat16():
     assert all(torch.equal(once, hidden(chunk)) for chunk in (31, 1))
 
 
-MEASURE = """
+RESIDENT = """
+    import ctypes
     import re
     from pathlib import Path
     import torch
-    from lean import LLM, EngineConfig
+    from lean import LLM, EngineConfig, SamplingParams
     from lean.eval.corpus import python_docs
     from lean.pull import pull
     from lean.report import score_workspace_bytes
@@ -139,19 +140,51 @@ MEASURE = """
     def resident(field):
         return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-    torch.set_num_threads(2)
-    llm = LLM(str(pull("smollm2-135m")), EngineConfig(max_num_seqs=1))
-    ids = llm.model.tokenizer(python_docs()[:60000])["input_ids"][:8192]
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident("VmRSS")
+    def start(**options):
+        llm = LLM(str(pull("smollm2-135m")), EngineConfig(max_num_seqs=1, threads=2, **options))
+        ids = llm.model.tokenizer(python_docs()[:60000])["input_ids"][:8192]
+        ctypes.CDLL(None).malloc_trim(0)  # what the load has left over would hide as much of what comes
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        return llm, ids, resident("VmRSS")
+"""
+SCORE = """
+    llm, ids, before = start()
     llm.score(ids)
     print(resident("VmHWM") - before, llm.size.nbytes, score_workspace_bytes(llm))
 """
+DECODE = """
+    llm, ids, before = start(**OPTIONS)
+    params = SamplingParams(max_tokens=33, temperature=0.0, ignore_eos=True)
+    llm.add_request(ids[: 8192 - params.max_tokens], params)
+    while not llm.step():
+        pass
+    prefill = resident("VmHWM") - before
+    Path("/proc/self/clear_refs").write_text("5")
+    while llm.has_work:
+        llm.step()
+    assert llm.peak_use.tokens_held > 8000
+    print(prefill, resident("VmHWM") - before, llm.size.nbytes)
+"""
+reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
+def measured(script: str, options: dict | None = None) -> list[int]:
+    """The bytes that a process of its own prints."""
+    text = textwrap.dedent(RESIDENT) + f"\nOPTIONS = {options!r}\n" + textwrap.dedent(script)
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    return [int(number) for number in run.stdout.split()]
+
+
+@reads_proc
 def test_scoring_8192_tokens_needs_the_pools_and_the_stated_slices():
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(MEASURE)], capture_output=True, text=True, check=True)
-    peak, pools, workspace = map(int, run.stdout.split())
+    peak, pools, workspace = measured(SCORE)
     print(f"peak {peak / 2**20:.1f} MiB, pools {pools / 2**20:.1f} MiB, slices {workspace / 2**20:.1f} MiB")
     assert peak <= pools + workspace + 64 * 2**20
+
+
+@reads_proc
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int4", "quantization": "bnb-4bit", "compile": True}], ids=str)
+def test_decode_at_8192_tokens_needs_the_pools_and_next_to_nothing_more(options):
+    prefill, peak, pools = measured(DECODE, options)
+    print(f"prefill {prefill / 2**20:.1f} MiB, decode {peak / 2**20:.1f} MiB, pools {pools / 2**20:.1f} MiB")
+    assert peak <= pools + 64 * 2**20
