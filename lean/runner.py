@@ -16,7 +16,7 @@ from lean.kernels.layout import sink_shift
 from lean.kernels.reference import read_slots
 from lean.kv_cache import KVCache
 from lean.model import LoadedModel
-from lean.products import RowTiledProducts
+from lean.products import RowTiledProducts, favours_single_row, single_row_products
 from lean.rotary import SinkRotary, SinkTurn
 from lean.scheduler import Chunk
 
@@ -29,12 +29,19 @@ class Runner:
         self.cache = cache
         self._manager = manager
         self._deterministic = deterministic
+        self._favours_single_row = favours_single_row(model.module, model.info.dtype, model.device)
         self.sink_rotary: SinkRotary | None = None  # given where sinks stay visible beyond a window
         self.position_offset = 0  # added to every position the rotary sees; attention is relative, so tests can move it
         self.decode_steps: DecodeSteps | None = None  # given where decode steps are compiled or recorded
 
-    def _products(self) -> AbstractContextManager:
-        return RowTiledProducts() if self._deterministic else nullcontext()
+    def _single_row(self, rows: int) -> AbstractContextManager:
+        """What speeds up a step of one row, if this is one."""
+        fast = rows == 1 and self._favours_single_row and not self._deterministic
+        return single_row_products() if fast else nullcontext()
+
+    def _products(self, rows: int) -> AbstractContextManager:
+        """How ``rows`` rows are multiplied with the weights."""
+        return RowTiledProducts() if self._deterministic else self._single_row(rows)
 
     @torch.inference_mode()
     def prepare_decode(
@@ -46,13 +53,13 @@ class Runner:
     ) -> float:
         """Run decode steps of up to ``max_num_seqs`` sequences compiled by torch.compile's ``backend``, recorded, or
         both, from now on. Returns the seconds that took. Raises ModelError for a model that cannot."""
-        model, cache, products = self.model, self.cache, self._products
+        model, cache = self.model, self.cache
 
         def decoder(input_ids: torch.Tensor, position_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
             return model.hidden(input_ids, position_ids, attention_batch=batch, kv_cache=cache)
 
         def tiled(*inputs: Any) -> torch.Tensor:
-            with products():
+            with RowTiledProducts():
                 return decoder(*inputs)
 
         info = model.info
@@ -110,10 +117,11 @@ class Runner:
         self._manager.copies.clear()
         steps = self.decode_steps
         if steps is not None and observer is None and not self.position_offset and steps.takes(chunks):
-            return steps.run(chunks, self._shifts([chunk.start for chunk in chunks]))
+            with self._single_row(len(chunks)):
+                return steps.run(chunks, self._shifts([chunk.start for chunk in chunks]))
         batch = replace(self.batch(chunks), observer=observer)
         ids = [token for chunk in chunks for token in chunk.token_ids]
-        with self._products():
+        with self._products(len(ids)):
             return self.model.hidden(
                 torch.tensor([ids], device=self.model.device),
                 batch.positions[None] + self.position_offset,
@@ -124,7 +132,7 @@ class Runner:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> float32 (float64 for a float64 model) logits [rows, vocab]."""
-        with self._products():
+        with self._products(hidden.shape[0]):
             logits = self.model.logits(hidden)
         return logits if logits.dtype is torch.float64 else logits.float()
 
