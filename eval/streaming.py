@@ -19,6 +19,7 @@ from lean.kv_cache import CacheUse
 from lean.model import LoadedModel
 from lean.report import start_up_line
 from lean.sampling_params import SamplingParams
+from lean.scoring import score_rows
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,11 @@ def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
     total, count, done, started = 0.0, 0, 0, time.perf_counter()
     use = llm.stats()
     for position, hidden in llm.hidden_states(token_ids):
-        for start in range(0, hidden.shape[0], llm.model.logit_rows):
-            rows = hidden[start : start + llm.model.logit_rows]
-            wanted = targets[position + start + 1 : position + start + 1 + rows.shape[0]].to(rows.device)
-            logits = llm.logits(rows[: len(wanted)])
-            total += float((logits.logsumexp(-1) - logits.gather(1, wanted[:, None])[:, 0]).sum())
-            count += len(wanted)
+        wanted = targets[position + 1 : position + 1 + hidden.shape[0]].to(hidden.device)  # the last row has none
+        for start in range(0, len(wanted), llm.model.logit_rows):
+            part = slice(start, min(start + llm.model.logit_rows, len(wanted)))
+            total -= float(score_rows(llm, hidden[part], wanted[part]).logprobs.double().sum())
+        count += len(wanted)
         end = position + hidden.shape[0]
         use = llm.stats() if end < len(token_ids) else use  # the last chunk ends the request and frees everything
         if end - done >= every or end == len(token_ids):
