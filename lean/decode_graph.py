@@ -290,7 +290,7 @@ def _own_copy(function: Any) -> Any:
 
     torch.compile keeps its results by code object, a few at most, and tells them apart by guards, which take 3% of a
     step. A copy for every bucket has a single result, and nothing that it depends on ever changes: the modules, the
-    shapes and the tensors themselves.
+    shapes and the tensors themselves. (Products are calls of torch's, which look at oneDNN's switch when they run.)
     """
     code, names = function.__code__.replace(), function.__globals__
     return types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)

@@ -1,18 +1,14 @@
-"""Which kernels multiply: in fixed row tiles for deterministic mode, and torch's own for a single row on a CPU.
+"""Deterministic mode: matrix products in fixed row tiles, so that a row's bits do not depend on its company.
 
-Deterministic mode keeps a row's bits from depending on its company. A BLAS picks another kernel for another number of
-rows and may add in another order. Here every product of activations with a weight is cut into tiles of ROW_TILE rows,
-the last one padded, and each tile is one product of the same shape. Activations are composed of exp, tanh, erf and
-arithmetic: torch's fused ones round the end of a vector differently from its middle, so a row's bits would depend on
-its place in the tensor and on how threads share it. On a GPU, where single rows have a kernel of their own, attention
-gets each row as a sequence of its own.
+A BLAS picks another kernel for another number of rows and may add in another order. Here every product of activations
+with a weight is cut into tiles of ROW_TILE rows, the last one padded, and each tile is one product of the same shape.
+Activations are composed of exp, tanh, erf and arithmetic: torch's fused ones round the end of a vector differently from
+its middle, so a row's bits would depend on its place in the tensor and on how threads share it. On a GPU, where single
+rows have a kernel of their own, attention gets each row as a sequence of its own.
 """
 
 import math
-import platform
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,48 +93,3 @@ class RowTiledProducts(TorchDispatchMode):
             shapes = " x ".join(str(list(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
             raise ModelError(f"deterministic mode cannot keep the rows of {func.name()} ({shapes}) apart: {WAY_OUT}")
         return func(*args, **kwargs)
-
-
-_IS_X86 = platform.machine() in ("x86_64", "AMD64")
-_switch, _inside = threading.Lock(), 0
-
-
-def favours_single_row(module: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `single_row_products` is faster for all products of a model in ``dtype``.
-
-    That is bfloat16 on x86 (other dtypes come out alike, other machines were not tried), with weights that all lie as
-    [outputs, inputs]: the kernel that stands in for oneDNN is 12 times slower on the experts of gpt-oss, which do not.
-    """
-    if dtype is not torch.bfloat16 or device.type != "cpu" or not _IS_X86 or not torch.backends.mkldnn.is_available():
-        return False
-    return all(
-        isinstance(part, torch.nn.Linear | torch.nn.Embedding)
-        for part in module.modules()
-        for weight in part.parameters(recurse=False)
-        if weight.dim() > 1
-    )
-
-
-@contextmanager
-def single_row_products() -> Iterator[None]:
-    """While active, bfloat16 products on a CPU are torch's own matrix-vector kernel instead of oneDNN's.
-
-    For one row, which is all that a decode step of one sequence has, it reads weights 1.6 to 2.4 times as fast, with
-    the same float32 sums; from three rows on it is the slower one by far. The switch is the whole process's and no
-    other exists: products that another thread makes meanwhile are as right, but may take longer.
-    """
-    global _inside
-    flags: Any = torch.backends.mkldnn
-    with _switch:
-        ours = flags.enabled or _inside > 0  # else someone else has turned it off
-        if ours:
-            _inside += 1
-            flags.enabled = False
-    try:
-        yield
-    finally:
-        if ours:
-            with _switch:
-                _inside -= 1
-                if not _inside:
-                    flags.enabled = True

@@ -1,8 +1,8 @@
 """Runs one step: packs the scheduled chunks, calls the model, and reads logits off hidden states."""
 
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from lean.kernels.layout import sink_shift
 from lean.kernels.reference import read_slots
 from lean.kv_cache import KVCache
 from lean.model import LoadedModel
-from lean.products import RowTiledProducts, favours_single_row, single_row_products
+from lean.onednn import favours_single_row, onednn_as_it_is, single_row_products
+from lean.products import RowTiledProducts
 from lean.rotary import SinkRotary, SinkTurn
 from lean.scheduler import Chunk
 
@@ -34,14 +35,17 @@ class Runner:
         self.position_offset = 0  # added to every position the rotary sees; attention is relative, so tests can move it
         self.decode_steps: DecodeSteps | None = None  # given where decode steps are compiled or recorded
 
-    def _single_row(self, rows: int) -> AbstractContextManager:
-        """What speeds up a step of one row, if this is one."""
-        fast = rows == 1 and self._favours_single_row and not self._deterministic
-        return single_row_products() if fast else nullcontext()
+    def _kernels(self, rows: int) -> AbstractContextManager:
+        """With which kernels torch multiplies ``rows`` rows."""
+        if self._deterministic:
+            return onednn_as_it_is()
+        return single_row_products() if rows == 1 and self._favours_single_row else nullcontext()
 
-    def _products(self, rows: int) -> AbstractContextManager:
+    @contextmanager
+    def _products(self, rows: int) -> Iterator[None]:
         """How ``rows`` rows are multiplied with the weights."""
-        return RowTiledProducts() if self._deterministic else self._single_row(rows)
+        with self._kernels(rows), RowTiledProducts() if self._deterministic else nullcontext():
+            yield
 
     @torch.inference_mode()
     def prepare_decode(
@@ -117,7 +121,7 @@ class Runner:
         self._manager.copies.clear()
         steps = self.decode_steps
         if steps is not None and observer is None and not self.position_offset and steps.takes(chunks):
-            with self._single_row(len(chunks)):
+            with self._kernels(len(chunks)):  # row tiles are part of a compiled step
                 return steps.run(chunks, self._shifts([chunk.start for chunk in chunks]))
         batch = replace(self.batch(chunks), observer=observer)
         ids = [token for chunk in chunks for token in chunk.token_ids]

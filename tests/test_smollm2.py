@@ -171,7 +171,8 @@ reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak 
 def measured(script: str, options: dict | None = None) -> list[int]:
     """The bytes that a process of its own prints."""
     text = textwrap.dedent(RESIDENT) + f"\nOPTIONS = {options!r}\n" + textwrap.dedent(script)
-    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
     return [int(number) for number in run.stdout.split()]
 
 
@@ -185,6 +186,9 @@ def test_scoring_8192_tokens_needs_the_pools_and_the_stated_slices():
 @reads_proc
 @pytest.mark.parametrize("options", [{}, {"kv_dtype": "int4", "quantization": "bnb-4bit", "compile": True}], ids=str)
 def test_decode_at_8192_tokens_needs_the_pools_and_next_to_nothing_more(options):
+    if "quantization" in options:
+        pytest.importorskip("bitsandbytes")
     prefill, peak, pools = measured(DECODE, options)
     print(f"prefill {prefill / 2**20:.1f} MiB, decode {peak / 2**20:.1f} MiB, pools {pools / 2**20:.1f} MiB")
-    assert peak <= pools + 64 * 2**20
+    assert peak <= pools + 32 * 2**20
+    assert peak <= prefill + 8 * 2**20
