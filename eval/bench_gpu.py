@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -124,8 +124,7 @@ class Run:
         from lean.eval.peers import decode_room
 
         layers, hidden, heads, kv_heads, vocabulary, context = self.plan.model
-        recordable = "enforce_eager" in {field.name for field in fields(EngineConfig)} and self.device.type != "cpu"
-        modes: list[dict[str, Any]] = [{"enforce_eager": True}, {"enforce_eager": False}] if recordable else [{}]
+        modes = [True] if self.device.type == "cpu" else [True, False]  # of enforce_eager: only GPUs record steps
         steps = 4 * self.plan.rounds + 2
         with tempfile.TemporaryDirectory() as folder:
             random_llama(Path(folder), layers, hidden, heads, kv_heads, vocabulary, 4 * context, self.device)
@@ -139,9 +138,9 @@ class Run:
                 "model", list(itertools.product(self.plan.model_batches, ("bf16", "int8")))
             ):
                 eager = None
-                for mode in modes:
-                    name = "graphs" if mode.get("enforce_eager") is False else "eager"
-                    config = replace(loaded.config, kv_dtype=fmt, max_num_seqs=batch, **mode)
+                for enforce_eager in modes:
+                    name = "eager" if enforce_eager else "graphs"
+                    config = replace(loaded.config, kv_dtype=fmt, max_num_seqs=batch, enforce_eager=enforce_eager)
                     config = replace(config, max_model_len=context + decode_room(config, batch, context, steps))
                     step = partial(step_seconds, loaded.model, config, batch, context, steps)
                     median = self._try(f"model {fmt} {name} {batch}", step)

@@ -7,6 +7,7 @@ the first 2,048 tokens of Python 3.11's help topics).
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,28 +130,25 @@ def test_deterministic_mode_is_bit_identical_in_bfloat16():
 
 RESIDENT = """
     import ctypes
-    import re
-    from pathlib import Path
-    import torch
+    import sys
+    sys.path.append(TESTS)
+    import resident
     from lean import LLM, EngineConfig, SamplingParams
     from lean.eval.corpus import python_docs
     from lean.pull import pull
     from lean.report import score_workspace_bytes
 
-    def resident(field):
-        return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
     def start(**options):
         llm = LLM(str(pull("smollm2-135m")), EngineConfig(max_num_seqs=1, threads=2, **options))
         ids = llm.model.tokenizer(python_docs()[:60000])["input_ids"][:8192]
         ctypes.CDLL(None).malloc_trim(0)  # what the load has left over would hide as much of what comes
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        return llm, ids, resident("VmRSS")
+        resident.restart_peak()
+        return llm, ids, resident.now()
 """
 SCORE = """
     llm, ids, before = start()
     llm.score(ids)
-    print(resident("VmHWM") - before, llm.size.nbytes, score_workspace_bytes(llm))
+    print(resident.peak() - before, llm.size.nbytes, score_workspace_bytes(llm))
 """
 DECODE = """
     llm, ids, before = start(**OPTIONS)
@@ -158,19 +156,21 @@ DECODE = """
     llm.add_request(ids[: 8192 - params.max_tokens], params)
     while not llm.step():
         pass
-    prefill = resident("VmHWM") - before
-    Path("/proc/self/clear_refs").write_text("5")
+    prefill = resident.peak() - before
+    ctypes.CDLL(None).malloc_trim(0)  # how much of the prefill's memory malloc keeps differs from run to run
+    resident.restart_peak()
     while llm.has_work:
         llm.step()
     assert llm.peak_use.tokens_held > 8000
-    print(prefill, resident("VmHWM") - before, llm.size.nbytes)
+    print(prefill, resident.peak() - before, llm.size.nbytes)
 """
 reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 
 
 def measured(script: str, options: dict | None = None) -> list[int]:
     """The bytes that a process of its own prints."""
-    text = textwrap.dedent(RESIDENT) + f"\nOPTIONS = {options!r}\n" + textwrap.dedent(script)
+    given = f"TESTS, OPTIONS = {str(Path(__file__).parent)!r}, {options!r}\n"
+    text = given + textwrap.dedent(RESIDENT) + textwrap.dedent(script)
     run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return [int(number) for number in run.stdout.split()]

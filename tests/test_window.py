@@ -4,11 +4,11 @@ How far each rule reaches inside the attention op is in test_reach.py, and what 
 """
 
 import functools
-import re
 import sys
 from pathlib import Path
 
 import pytest
+import resident
 import torch
 from helpers import refusal
 from tiny import WINDOW as OWN_WINDOW
@@ -426,19 +426,15 @@ def test_window_and_quantization_save_memory_together(model):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 def test_the_workspace_does_not_grow_with_the_prompt_under_a_window(model):
     """W27: a mask of all pairs alone would take 256 MiB here, a chunk's scores 128 MiB."""
-
-    def resident(field: str) -> int:
-        return int(re.search(field + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
     llm = start(model("llama"), "int8", window=64, deterministic=False, max_num_seqs=1)
     for _ in llm.hidden_states(tokens(2048)):  # what is allocated once
         pass
     ids = tokens(16_384)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident("VmRSS")
+    resident.restart_peak()
+    before = resident.now()
     for _ in llm.hidden_states(ids):
         pass
-    assert resident("VmHWM") - before < 32 * 2**20
+    assert resident.peak() - before < 32 * 2**20
     assert llm.size.nbytes < 2**20
 
 
