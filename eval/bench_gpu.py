@@ -25,9 +25,9 @@ import torch
 
 from lean.config import EngineConfig
 from lean.errors import one_line
-from lean.eval.bench import seconds_of
-from lean.eval.bench_gpu_layers import decode_times, prefill_times, worst_error
-from lean.eval.bench_gpu_plan import FORMATS, FULL, TOLERANCE, TOY, Figure, Plan, line, missed
+from lean.eval.bench.gpu.layers import decode_times, prefill_times, worst_error
+from lean.eval.bench.gpu.plan import FORMATS, FULL, TOLERANCE, TOY, Figure, Plan, line, missed
+from lean.eval.bench.timing import seconds_of
 
 
 class Run:
@@ -119,9 +119,9 @@ class Run:
 
     def model(self) -> None:
         """Decode of a Llama with random weights, eager and, where the engine records them, from CUDA graphs."""
-        from lean.engine import LLM  # after `interpret`, since it imports Triton
-        from lean.eval.bench_gpu_model import random_llama, step_seconds
-        from lean.eval.peers import decode_room
+        from lean.engine.engine import LLM  # after `interpret`, since it imports Triton
+        from lean.eval.bench.gpu.model import random_llama, step_seconds
+        from lean.eval.bench.peers import decode_room
 
         layers, hidden, heads, kv_heads, vocabulary, context = self.plan.model
         modes = [True] if self.device.type == "cpu" else [True, False]  # of enforce_eager: only GPUs record steps

@@ -13,8 +13,8 @@ import torch
 from lean.config import EngineConfig
 from lean.device import choose_device
 from lean.errors import ConfigError
-from lean.hub import ModelSource
 from lean.kernels.ops import backend
+from lean.store.source import ModelSource
 
 
 def environment(base: EngineConfig) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
+from lean.cache.kv_cache import CacheUse
 from lean.config import DEFAULT_MODEL, EngineConfig
-from lean.engine import LLM
+from lean.engine.engine import LLM
 from lean.errors import LeanError, run_main
 from lean.eval.corpus import python_docs
 from lean.eval.soak import resident_bytes, tiny_model
-from lean.kv_cache import CacheUse
-from lean.model import LoadedModel
+from lean.model.load import LoadedModel
 from lean.report import start_up_line
 from lean.sampling_params import SamplingParams
 from lean.scoring import score_rows

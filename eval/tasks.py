@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lean.errors import UserError, run_main
-from lean.eval.cloze import TASKS_FOLDER
-from lean.eval.find_tasks import MISSING, load_tasks
+from lean.eval.harness.cloze import TASKS_FOLDER
+from lean.eval.harness.find import MISSING, load_tasks
 
 if TYPE_CHECKING:
-    from lean.engine import LLM
+    from lean.engine.engine import LLM
 
 
 def run_tasks(
@@ -38,7 +38,7 @@ def run_tasks(
         num_fewshot: examples before each item; None: as the task says.
         limit: only the first so many items of each task, or that share of them if below 1.
         include_path: a folder with more tasks.
-        max_gen_toks, add_bos_token, progress: see `lean.eval.lm_eval_model.LeanLM`.
+        max_gen_toks, add_bos_token, progress: see `lean.eval.harness.model.LeanLM`.
         seed: of few-shot examples and sampling.
 
     Returns:
@@ -54,7 +54,7 @@ def run_tasks(
         import lm_eval
         from lm_eval import simple_evaluate
 
-        from lean.eval.lm_eval_model import LeanLM
+        from lean.eval.harness.model import LeanLM
 
         options = {} if max_gen_toks is None else {"max_gen_toks": max_gen_toks}
         model = LeanLM(llm, add_bos_token=add_bos_token, progress=progress, **options)
@@ -160,7 +160,7 @@ def main() -> None:
         raise UserError(MISSING) from None
     import sys
 
-    import lean.eval.lm_eval_model  # noqa: F401  # registers it
+    import lean.eval.harness.model  # noqa: F401  # registers it
 
     args = sys.argv[1:]
     if "--tasks" in args and not any(arg.startswith("--include_path") for arg in args):

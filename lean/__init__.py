@@ -4,12 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lean.config import EngineConfig
-    from lean.engine import LLM
-    from lean.request import RequestOutput, SamplingParams
+    from lean.engine.engine import LLM
+    from lean.engine.request import RequestOutput
+    from lean.sampling_params import SamplingParams
 
 __all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
 
-_HOME = {"LLM": "engine", "EngineConfig": "config", "RequestOutput": "request", "SamplingParams": "request"}
+_HOME = {
+    "LLM": "engine.engine",
+    "EngineConfig": "config",
+    "RequestOutput": "engine.request",
+    "SamplingParams": "sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

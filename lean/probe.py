@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lean.attention import LayerInputs, attend
-from lean.block_manager import BlockManager
-from lean.cache_groups import plan_cache, size_cache
+from lean.cache.block_manager import BlockManager
+from lean.cache.kv_cache import KVCache
+from lean.cache.plan import plan_cache, size_cache
 from lean.config import EngineConfig
+from lean.engine.request import Request
+from lean.engine.runner import Runner
+from lean.engine.scheduler import Chunk
 from lean.kernels.layout import blocks_for
-from lean.kv_cache import KVCache
-from lean.pull import cache_dir
+from lean.model.attention import LayerInputs, attend
+from lean.model.rotary import SinkRotary
 from lean.quant import FORMATS, raw_format
-from lean.request import Request
-from lean.rotary import SinkRotary
-from lean.runner import Runner
 from lean.sampling_params import SamplingParams
-from lean.scheduler import Chunk
+from lean.store.pull import cache_dir
 
 if TYPE_CHECKING:
-    from lean.engine import LLM
+    from lean.engine.engine import LLM
 
 NUM_TOKENS = 288
 _VERSION = 2  # of the text, the limits and what is stored

@@ -3,14 +3,14 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lean.cache_groups import ENDLESS, CachePlan, mib, plan_cache
+from lean.cache.plan import ENDLESS, CachePlan, mib, plan_cache
 from lean.config import EngineConfig
 from lean.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lean.engine import LLM
+    from lean.engine.engine import LLM
+    from lean.engine.request import RequestOutput
     from lean.quant.weights import WeightUse
-    from lean.request import RequestOutput
 
 
 def start_up_line(llm: "LLM") -> str:
@@ -99,7 +99,7 @@ def kv_report(llm: "LLM") -> dict[str, Any]:
 
 def answer_report(llm: "LLM", outputs: "list[RequestOutput]", times: list[float]) -> dict[str, Any]:
     """The object of ``run --json``. ``times``: seconds from the start to each output."""
-    from lean.output import joined
+    from lean.engine.outputs import joined
 
     indices = range(max(output.index for output in outputs) + 1)
     answers = [joined([output for output in outputs if output.index == index]) for index in indices]
@@ -167,9 +167,9 @@ def score_workspace_bytes(llm: "LLM") -> int:
 
 def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The object of ``info --json``. ``bytes_per_token`` covers all layers; null where a format does not fit."""
-    from lean.hub import resolve
-    from lean.model import inspect_model
+    from lean.model.load import inspect_model
     from lean.quant import NAMES, raw_format
+    from lean.store.source import resolve
 
     info = inspect_model(resolve(name, trust_remote_code=trust_remote_code), "auto", trust_remote_code)
 

@@ -24,7 +24,7 @@ class SamplingParams:
         top_k: sample among the k likeliest and all ties of the k-th; 0 is off.
         top_p: sample among the fewest tokens whose probability reaches top_p; 1 is off.
         min_p: sample among the tokens at least min_p times as likely as the likeliest; 0 is off.
-        seed: makes sampling repeatable, whatever else runs; None draws one. See `lean.sampler.Sampler`.
+        seed: makes sampling repeatable, whatever else runs; None draws one. See `lean.engine.sampler.Sampler`.
         stop: text that ends the answer and is not part of it; kept as a tuple.
         stop_token_ids: tokens that end the answer as end-of-sequence does; kept as a tuple.
         ignore_eos: go on after end-of-sequence tokens.

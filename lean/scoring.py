@@ -10,7 +10,7 @@ import torch
 from lean.errors import EMPTY_PROMPT, RequestError
 
 if TYPE_CHECKING:
-    from lean.engine import LLM
+    from lean.engine.engine import LLM
 
 
 class TokenScores(NamedTuple):

@@ -14,8 +14,8 @@ from lean.config import (
     EngineConfig,
     parse_size,
 )
-from lean.engine import LLM
-from lean.request import SamplingParams
+from lean.engine.engine import LLM
+from lean.engine.request import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from faults import outlier_keys, sabotage
 from tiny import tiny_checkpoint
 
-from lean import LLM, EngineConfig, attention
-from lean.kernels.reference import _parts
+from lean import LLM, EngineConfig
 from lean.probe import NUM_TOKENS, probe, probe_text, probe_tokens
 
 FORMATS = ("int8", "fp8", "k8v4", "int4")
@@ -19,35 +18,6 @@ def _home(home):
 
 def engine(model, kv_dtype="int8", **config):
     return LLM(model if not hasattr(model, "is_dir") else str(model), EngineConfig(kv_dtype, max_num_seqs=1, **config))
-
-
-def sabotage(monkeypatch, factor, layers=None, keys_only=False):
-    """Scales that ``kv_write`` leaves in the cache, times ``factor``, in the layers at these indices of the pool."""
-    write = attention.kv_write
-
-    def broken(pool, key, value, slot_mapping):
-        write(pool, key, value, slot_mapping)
-        if not pool.layout.k_format.quantized and not pool.layout.v_format.quantized:
-            return
-        if layers is not None and pool.offset // pool.layout.nbytes not in layers:
-            return
-        parts = _parts(pool.arena, pool.layout, pool.offset)
-        block, slot = slot_mapping // pool.layout.block_size, slot_mapping % pool.layout.block_size
-        for scales in parts[1:2] if keys_only else parts[1::2]:
-            scales[block, :, slot] *= factor
-
-    monkeypatch.setattr(attention, "kv_write", broken)
-
-
-def outlier_keys(folder, layer=0, factor=500.0):
-    """Two key channels of one layer get enormous biases of opposite signs, as Qwen2's first and last layers have."""
-    file = tiny_checkpoint(folder, "qwen2") / "model.safetensors"
-    weights = load_file(file)
-    bias = weights[f"model.layers.{layer}.self_attn.k_proj.bias"]
-    bias[3] *= factor
-    bias[11] *= -factor
-    save_file(weights, file, metadata={"format": "pt"})
-    return folder
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "mixtral"])

@@ -1,0 +1,1 @@
+"""Speed: timing, whole models, single layers, other engines."""

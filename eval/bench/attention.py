@@ -1,0 +1,135 @@
+"""``lean bench attention``: one decode step of one layer, on memory that no cache holds any more."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from lean.eval.bench.timing import COLD_BYTES, BenchRow, read_bandwidth, rows_beside_peers, take_turns
+from lean.kernels.layout import KVLayout, blocks_for
+from lean.kernels.ops import LayerPool, kv_write, paged_attention
+from lean.quant import parse_kv_dtype, raw_format
+
+_BLOCK = 32
+PEERS = ("sdpa", "sdpa-folded")
+
+
+class Shape(NamedTuple):
+    """Of one attention layer."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def _parts(shape: Shape, context: int, k_dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    """Random K and V, in pieces of a few thousand tokens."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    for start in range(0, context, 4096):
+        count = min(4096, context - start)
+        yield torch.randn(2, count, shape.num_kv_heads, shape.head_dim, generator=generator, device=device).to(k_dtype)
+
+
+def lean_calls(
+    kv_dtype: str, residual: int, shape: Shape, context: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Callable[[], object]], int]:
+    """Calls that read caches of their own, one after the other beyond what the CPU's caches hold; bytes each reads."""
+    k_format, v_format = parse_kv_dtype(kv_dtype)
+    layout = KVLayout(k_format, v_format, shape.num_kv_heads, shape.head_dim, shape.head_dim, _BLOCK)
+    raw = raw_format(dtype)
+    exact_layout = replace(
+        layout, k_format=replace(raw, rotate=k_format.rotate), v_format=replace(raw, rotate=v_format.rotate)
+    )
+    blocks = blocks_for(context, _BLOCK)
+    copies = max(2, -(-COLD_BYTES // (blocks * layout.nbytes)))
+    order = torch.randperm(copies * blocks, generator=torch.Generator().manual_seed(0)).int() + 1
+    tables = order.view(copies, blocks).to(device)
+    arena = torch.zeros(copies * blocks + 1, layout.nbytes, dtype=torch.uint8, device=device)
+    pool = LayerPool(arena, layout, 0)
+    exact = LayerPool(torch.zeros(blocks + 1, exact_layout.nbytes, dtype=torch.uint8, device=device), exact_layout, 0)
+    exact_table = torch.arange(1, blocks + 1, dtype=torch.int32, device=device)[None]
+    position = 0
+    for key, value in _parts(shape, context, dtype, device):
+        where = torch.arange(position, position + len(key), device=device)
+        kv_write(exact, key, value, exact_table[0, where // _BLOCK].long() * _BLOCK + where % _BLOCK)
+        slots = tables[0, where // _BLOCK].long() * _BLOCK + where % _BLOCK
+        kv_write(pool, key, value, slots)
+        position += len(key)
+    for copy in range(1, copies):
+        arena[tables[copy].long()] = arena[tables[0].long()]
+    query = torch.randn(1, shape.num_q_heads, shape.head_dim, device=device).to(dtype)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    lengths = torch.tensor([context], dtype=torch.int32, device=device)
+    extra: dict[str, Any] = {}
+    if residual:
+        extra = {
+            "exact": exact,
+            "exact_block_tables": exact_table,
+            "residual_length": residual,
+            "num_exact_sinks": min(4, residual),
+        }
+
+    def call(table: torch.Tensor) -> Callable[[], object]:
+        return lambda: paged_attention(query, pool, table, starts, lengths, scale=shape.head_dim**-0.5, **extra)
+
+    quantized = max(0, context - residual - min(4, residual))
+    nbytes = quantized * layout.bytes_per_token + (context - quantized) * exact_layout.bytes_per_token
+    return [call(tables[copy : copy + 1]) for copy in range(copies)], nbytes
+
+
+def sdpa_calls(folded: bool, shape: Shape, context: int, device: torch.device) -> list[Callable[[], object]]:
+    """PyTorch's attention over bf16 K/V. ``folded``: the query heads of a KV head as rows, which reads them once."""
+    nbytes = 2 * 2 * context * shape.num_kv_heads * shape.head_dim
+    copies = max(2, -(-COLD_BYTES // nbytes))
+    group = shape.num_q_heads // shape.num_kv_heads
+    first = torch.cat(list(_parts(shape, context, torch.bfloat16, device)), dim=1).transpose(1, 2).contiguous()
+    pairs = [first.clone() for _ in range(copies)]
+    query = torch.randn(1, shape.num_q_heads, 1, shape.head_dim, device=device).to(torch.bfloat16)
+
+    def call(pair: torch.Tensor) -> Callable[[], object]:
+        key, value = pair[0][None], pair[1][None]
+        if folded:
+            rows = query.view(1, shape.num_kv_heads, group, shape.head_dim)
+            return lambda: torch.nn.functional.scaled_dot_product_attention(rows, key, value)
+        return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    return [call(pair) for pair in pairs]
+
+
+def bench_attention(
+    shape: Shape,
+    contexts: Sequence[int],
+    kv_dtypes: Sequence[str],
+    residuals: Sequence[int],
+    peers: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    rounds: int = 9,
+) -> Iterator[BenchRow]:
+    """Decode attention of one sequence per format and context. A contender's turn runs through all of its copies."""
+    top = read_bandwidth(device)
+    for context in contexts:
+        made = {}
+        for name in kv_dtypes:
+            for residual in residuals if any(fmt.quantized for fmt in parse_kv_dtype(name)) else [0]:
+                made[f"{name} R {residual}" if residual else name] = lean_calls(
+                    name, residual, shape, context, dtype, device
+                )
+        calls = {name: calls for name, (calls, _) in made.items()}
+        calls |= {peer: sdpa_calls(peer == "sdpa-folded", shape, context, device) for peer in peers}
+
+        def turn(own: list[Callable[[], object]]) -> Callable[[], object]:
+            return lambda: [call() for call in own]
+
+        timings = take_turns({name: turn(own) for name, own in calls.items()}, rounds)
+        timings = {name: replace(timing, median=timing.median / len(calls[name])) for name, timing in timings.items()}
+
+        def row(name: str, made=made, timings=timings, context=context, **figures) -> BenchRow:  # type: ignore[no-untyped-def]
+            speed = made[name][1] / timings[name].median
+            return BenchRow(
+                "attention", name, *shape, context, torch.get_num_threads(), **figures,
+                gb_s=speed / 1e9, bandwidth_share=speed / top,
+            )  # fmt: skip
+
+        yield from rows_beside_peers(row, timings, list(made), list(peers))

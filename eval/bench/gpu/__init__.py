@@ -1,0 +1,1 @@
+"""What `python -m lean.eval.bench_gpu` runs."""

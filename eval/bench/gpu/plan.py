@@ -1,0 +1,100 @@
+"""What ``lean.eval.bench_gpu`` runs, the figures it gives, and what is aimed at."""
+
+from dataclasses import dataclass
+
+from lean.eval.bench.gpu.layers import Shape
+
+FORMATS = ("bf16", "int8", "fp8", "int4", "k8v4")
+# Llama-3-8B, Qwen2.5-7B, Gemma-2-9B, SmolLM2-135M.
+SHAPES = (Shape(32, 8, 128), Shape(28, 4, 128), Shape(16, 8, 256), Shape(9, 3, 64))
+ODD_SHAPES = (Shape(5, 1, 96), Shape(6, 2, 192), Shape(16, 2, 64))
+TOLERANCE = 6e-3  # of bf16 outputs, relative to the largest: they are rounded to 2^-9, the query to as much
+# Decode speed of a format over bf16 that is aimed at from batch 8 and 32k tokens on, and bf16's share of the copy.
+TARGETS = {"bf16": 0.8, "int8": 1.75, "fp8": 1.75, "k8v4": 2.1, "int4": 2.6}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line. speedup: of decode over lean's bf16, of prefill over lean's bf16, of a model over the eager one.
+
+    ``value`` in ``unit``: ``error`` relative to the largest output, ``of copy`` bytes read per second as a share of
+    those a copy moves, ``TFLOP/s``, ``tokens/s``.
+    """
+
+    part: str
+    variant: str
+    shape: str
+    batch: int
+    context: int
+    ms: float | None
+    value: float
+    unit: str
+    speedup: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is run. context: of the correctness; decodes: (context, batch), the most important ones first; prefills:
+    (rows, context); model: its layers, hidden size, heads, KV heads, vocabulary, context; seconds: of each part."""
+
+    shapes: tuple[Shape, ...]
+    odd_shapes: tuple[Shape, ...]
+    context: int
+    decodes: tuple[tuple[int, int], ...]
+    prefills: tuple[tuple[int, int], ...]
+    model: tuple[int, int, int, int, int, int]
+    model_batches: tuple[int, ...]
+    rounds: int
+    seconds: dict[str, float]
+
+
+FULL = Plan(
+    shapes=SHAPES,
+    odd_shapes=ODD_SHAPES,
+    context=700,
+    decodes=((32768, 8), (4096, 1), (131072, 1), (32768, 32), (4096, 32), (131072, 8), (32768, 1), (4096, 8),
+             (131072, 32)),
+    prefills=((4096, 4096), (2048, 32768)),
+    model=(16, 2048, 32, 8, 32000, 2048),
+    model_batches=(1, 8, 32),
+    rounds=7,
+    seconds={"correctness": 100, "decode": 130, "prefill": 40, "model": 80},
+)  # fmt: skip
+TOY = Plan(
+    shapes=(Shape(2, 1, 32),),
+    odd_shapes=(Shape(1, 1, 96),),
+    context=270,
+    decodes=((70, 2),),
+    prefills=((4, 40),),
+    model=(1, 64, 2, 1, 300, 20),
+    model_batches=(1,),
+    rounds=1,
+    seconds=dict.fromkeys(("correctness", "decode", "prefill", "model"), 300),
+)
+
+
+def missed(figures: list[Figure]) -> list[str]:
+    """What falls short of the tolerance and of the targets, one line each."""
+    lines = []
+    times = {(f.shape, f.batch, f.context, f.variant): f.ms for f in figures if f.part == "decode"}
+    for f in figures:
+        where = f"{f.part} {f.variant} {f.shape} batch {f.batch} context {f.context}"
+        if f.part == "correctness" and not f.value <= TOLERANCE:
+            lines.append(f"{where}: error {f.value:.2g}, at most {TOLERANCE:g} is right")
+        if f.part != "decode" or f.context < 32768 or f.batch < 8 or f.variant == "torch SDPA":
+            continue
+        fmt, _, residual = f.variant.partition("+")
+        figure = f.value if fmt == "bf16" else f.speedup or 0.0
+        if not residual and figure < TARGETS[fmt]:
+            lines.append(f"{where}: {figure:.2f} of {'the copy' if fmt == 'bf16' else 'bf16'}, aimed at {TARGETS[fmt]}")
+        plain = times.get((f.shape, f.batch, f.context, fmt))
+        if residual and plain and f.ms and f.ms > 1.1 * plain:
+            lines.append(f"{where}: the residual costs {f.ms / plain - 1:.0%}, aimed at 10%")
+    return lines
+
+
+def line(f: Figure) -> str:
+    ms = "" if f.ms is None else f"{f.ms:.3f} ms"
+    speedup = "" if f.speedup is None else f"{f.speedup:.2f}x"
+    case = f"{f.part:11} {f.variant:18} {f.shape:9} {f.batch:3} {f.context:7,}"
+    return f"{case} {ms:>12} {f.value:9.3g} {f.unit:9} {speedup:>7}"

@@ -1,0 +1,84 @@
+"""Arguments of lm-eval, for the model and for generation, as options of the engine."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lm_eval.models.utils import normalize_gen_kwargs
+
+from lean.config import EngineConfig, parse_size
+from lean.engine.engine import LLM
+from lean.errors import ConfigError, RequestError, one_line
+from lean.sampling_params import SamplingParams
+
+# Generation arguments that mean here what they mean there, beside do_sample, until and the names of max_gen_toks.
+SAMPLING_KEYS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+
+def engine_config(args: Mapping[str, Any]) -> EngineConfig:
+    """Model arguments, as text or as lm-eval read them (``0`` as a number, ``-1`` as a float), to an EngineConfig.
+
+    Raises ConfigError: an unknown name, or a value that the field cannot have.
+    """
+    kinds = {field.name: str(field.type).split(" | ") for field in fields(EngineConfig)}
+    unknown = [name for name in args if name not in kinds]
+    if unknown:
+        raise ConfigError(
+            f"unknown model argument {one_line(unknown[0], 40)!r}: known are pretrained, max_gen_toks, add_bos_token, "
+            f'prefix_token_id, {", ".join(kinds)}; a value with commas needs quotes: kv_dtype="k=int8,v=int4"'
+        )
+
+    def convert(name: str, value: Any) -> Any:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        text = str(value).strip()
+        if "None" in kinds[name] and text.lower() in ("none", "null"):
+            return None
+        if "str" in kinds[name]:
+            return text
+        if name == "kv_memory" and isinstance(value, str):
+            return parse_size(value)
+        if "bool" in kinds[name]:
+            return {"true": True, "false": False}.get(text.lower(), value)
+        return int(text) if text.lstrip("+-").isdecimal() else value
+
+    return EngineConfig(**{name: convert(name, value) for name, value in args.items()})
+
+
+def sampling_params(llm: LLM, given: Mapping[str, Any], max_gen_toks: int) -> SamplingParams:
+    """Generation arguments of a task; greedy unless they ask for sampling.
+
+    Args:
+        max_gen_toks: most new tokens where the task says nothing.
+
+    Raises:
+        RequestError: an argument that the engine does not have, or a value without a meaning.
+    """
+    args: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), max_gen_toks))
+    stop = [text for text in args.pop("until") if text]
+    eos = llm.model.tokenizer.eos_token_id
+    if eos is not None:
+        stop.append(llm.model.tokenizer.decode([eos]))  # spelled out it ends a text too, as in lm-eval's ``hf``
+    max_tokens, sample = args.pop("max_gen_toks"), args.pop("do_sample")
+    if args.get("num_beams") == 1:
+        del args["num_beams"]
+    unknown = sorted(args.keys() - set(SAMPLING_KEYS))
+    if unknown:
+        raise RequestError(f"generation argument {unknown[0]!r} is unknown: known are {', '.join(SAMPLING_KEYS)}")
+    if sample:
+        args.setdefault("temperature", llm.model.generation.get("temperature", 1.0))
+        # lm-eval seeds torch: a run can be repeated, and copies of a request differ.
+        args.setdefault("seed", int(torch.randint(2**63 - 1, ())))
+    else:
+        args["temperature"] = 0.0
+    return SamplingParams(max_tokens=max_tokens, stop=tuple(dict.fromkeys(stop)), **args)

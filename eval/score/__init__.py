@@ -1,0 +1,1 @@
+"""Scores read through the cache."""

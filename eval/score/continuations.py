@@ -1,0 +1,72 @@
+"""Log-probabilities of continuations, many at once: what a context's own tokens would score is never computed."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lean.engine.engine import LLM
+from lean.errors import EMPTY_PROMPT, RequestError
+from lean.scoring import TokenScores, score_rows
+
+SEQUENCES_AT_ONCE = 1024  # handed to the engine together; it runs max_num_seqs of them and queues the rest
+
+
+def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]) -> Iterator[tuple[int, float, bool]]:
+    """Score the ends of sequences, through the cache, as many at once as the engine runs.
+
+    Sequences that are equal but for their last token run once: the answers of most multiple-choice items are one token.
+
+    Args:
+        sequences: (token ids, how many of the last ones to score, at least one less than all).
+
+    Yields:
+        (index of the sequence, log-probability of its end, whether greedy decoding gives this end), longest first; a
+        deterministic engine gives the same bits whatever runs beside a sequence.
+
+    Raises:
+        RequestError: a sequence cannot be served. EngineError: the model computes non-finite numbers.
+    """
+    families: dict[tuple[int, ...], list[int]] = {}  # all tokens but the last: the sequences that begin so
+    for index, (ids, count) in enumerate(sequences):
+        if not ids:
+            raise RequestError(EMPTY_PROMPT)
+        if not 1 <= count < len(ids):
+            raise RequestError(f"{count} of {len(ids)} tokens cannot be scored: one at least, and not the first")
+        if type(ids[-1]) is not int or not 0 <= ids[-1] < llm.model.vocab_size:
+            raise RequestError(f"token id {ids[-1]!r} is no integer from 0 to {llm.model.vocab_size - 1}")
+        families.setdefault(tuple(ids[:-1]), []).append(index)
+    prefixes = sorted(families, key=len, reverse=True)
+    for start in range(0, len(prefixes), SEQUENCES_AT_ONCE):
+        part = prefixes[start : start + SEQUENCES_AT_ONCE]
+        inner: dict[int, list[TokenScores]] = {run: [] for run in range(len(part))}
+        for run, position, hidden in llm.hidden_states_of(part):
+            prefix, family = part[run], families[part[run]]
+            first = len(prefix) - max(sequences[index][1] for index in family)  # this row predicts the first one wanted
+            rows = hidden[max(0, first - position) :]
+            targets = prefix[max(first, position) + 1 : position + len(hidden) + 1]
+            inner[run].append(_scores(llm, rows[: len(targets)], targets))
+            if position + len(hidden) < len(prefix):
+                continue
+            logprobs, greedy = (torch.cat(found) for found in zip(*inner.pop(run)))
+            last = list(dict.fromkeys(sequences[index][0][-1] for index in family))
+            final = _scores(llm, rows[-1:].expand(len(last), -1), last)
+            for index in family:
+                ids, count = sequences[index]
+                place, begin = last.index(ids[-1]), len(logprobs) - count + 1
+                logprob = float(logprobs[begin:].double().sum() + final.logprobs[place].double())
+                yield index, logprob, bool(greedy[begin:].all() and final.greedy[place])
+
+
+@torch.inference_mode()
+def _scores(llm: LLM, rows: torch.Tensor, targets: Sequence[int]) -> TokenScores:
+    """Rows [n, hidden_size] against the tokens [n] that they should predict, ``model.logit_rows`` at a time."""
+    wanted = torch.tensor(list(targets), dtype=torch.long, device=rows.device)
+    step = llm.model.logit_rows
+    parts = [
+        score_rows(llm, rows[start : start + step], wanted[start : start + step])
+        for start in range(0, len(wanted), step)
+    ]
+    if not parts:
+        return TokenScores(torch.empty(0), torch.empty(0, dtype=torch.bool))
+    logprobs, greedy = (torch.cat(part) for part in zip(*parts))
+    return TokenScores(logprobs, greedy)

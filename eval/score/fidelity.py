@@ -1,0 +1,203 @@
+"""How faithful a cache is: KL divergence and agreement with the exact cache on the same tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lean.config import EngineConfig
+from lean.engine.engine import LLM
+from lean.errors import EngineError
+from lean.eval.score.perplexity import Part, ScoredText, exp, mean_and_stderr
+from lean.model.load import LoadedModel
+from lean.sampling_params import SamplingParams
+
+_TOP = 5
+
+
+def full_config(config: EngineConfig) -> EngineConfig:
+    """Nothing quantized and nothing out of sight: shows what a window costs too."""
+    return replace(config.exact(), window=None, sinks=None, num_blocks=None, kv_memory=None)
+
+
+def floor_config(config: EngineConfig) -> EngineConfig:
+    """The exact cache at another chunk size: it differs by rounding alone, which no format can be below."""
+    return replace(config.exact(), prefill_chunk=max(1, config.prefill_chunk // 4))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The exact cache's hidden states of a text, per part [tokens, hidden_size]: what its logits are made from."""
+
+    llm: LLM
+    scored: ScoredText
+    hidden: list[torch.Tensor]
+
+
+def _rows(part: Part) -> int:
+    """Rows of a part that are run: its last token is a target only."""
+    return len(part.token_ids) - 1
+
+
+@torch.inference_mode()
+def read_reference(llm: LLM, scored: ScoredText, progress: Callable[[int], None] | None = None) -> Reference:
+    """Run a text through the exact cache."""
+    parts = scored.parts
+    hidden: list[torch.Tensor] = [torch.empty(0)] * len(parts)
+    for index, position, rows in llm.hidden_states_of([part.token_ids[:-1] for part in parts]):
+        if not position:
+            hidden[index] = rows.new_empty(_rows(parts[index]), rows.shape[1])
+        hidden[index][position : position + len(rows)] = rows
+        if progress is not None:
+            progress(len(rows))
+    return Reference(llm, scored, hidden)
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """A candidate cache beside the exact one, over the scored tokens of a text; standard errors take these as
+    independent.
+
+    Attributes:
+        kld_*: natural-log KL(exact || candidate) of the next-token distributions: mean, median, 99th and 99.9th
+            percentile.
+        top1: share of tokens whose likeliest prediction is the same. top5: mean share of the exact cache's five
+            likeliest that are among the candidate's five.
+        ppl, ppl_exact: token perplexity with either cache. nll_delta: mean difference in nats per token, and its error:
+            the same tokens are compared, so it is far more certain than the perplexities are.
+    """
+
+    tokens_scored: int
+    kld_mean: float
+    kld_stderr: float
+    kld_median: float
+    kld_p99: float
+    kld_p999: float
+    top1: float
+    top1_stderr: float
+    top5: float
+    top5_stderr: float
+    ppl: float | None
+    ppl_exact: float | None
+    nll_delta: float
+    nll_delta_stderr: float
+
+
+@torch.inference_mode()
+def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None] | None = None) -> Fidelity:
+    """Score the reference's text through another cache of the same model.
+
+    Logits exist for ``model.logit_rows`` rows at once. Raises EngineError for non-finite numbers.
+    """
+    parts = reference.scored.parts
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + _rows(part))
+    columns = torch.empty(5, starts[-1], dtype=torch.float64)  # KLD, top-1, top-5, NLL exact, NLL candidate
+    for index, position, hidden in candidate.hidden_states_of([part.token_ids[:-1] for part in parts]):
+        targets = torch.tensor(parts[index].token_ids[position + 1 :][: len(hidden)], device=hidden.device)
+        for start in range(0, len(hidden), candidate.model.logit_rows):
+            rows = hidden[start : start + candidate.model.logit_rows]
+            first = position + start
+            exact_rows = reference.hidden[index][first : first + len(rows)]
+            place = slice(starts[index] + first, starts[index] + first + len(rows))
+            columns[:, place] = _compare_rows(
+                reference.llm.logits(exact_rows),
+                candidate.logits(rows),
+                targets[start : start + len(rows)],
+                candidate.model.token_limit,
+            )
+        if progress is not None:
+            progress(len(hidden))
+    scored = [
+        torch.arange(starts[index] + part.first - 1, starts[index] + _rows(part)) for index, part in enumerate(parts)
+    ]
+    kld, top1, top5, exact, nll = columns[:, torch.cat(scored)]
+    kld_mean, kld_stderr = mean_and_stderr(kld)
+    top1_mean, top1_stderr = mean_and_stderr(top1)
+    top5_mean, top5_stderr = mean_and_stderr(top5)
+    delta, delta_stderr = mean_and_stderr(nll - exact)
+    return Fidelity(
+        tokens_scored=len(kld),
+        kld_mean=kld_mean,
+        kld_stderr=kld_stderr,
+        kld_median=float(kld.median()),
+        kld_p99=float(kld.quantile(0.99)),
+        kld_p999=float(kld.quantile(0.999)),
+        top1=top1_mean,
+        top1_stderr=top1_stderr,
+        top5=top5_mean,
+        top5_stderr=top5_stderr,
+        ppl=exp(float(nll.mean())),
+        ppl_exact=exp(float(exact.mean())),
+        nll_delta=delta,
+        nll_delta_stderr=delta_stderr,
+    )
+
+
+def _compare_rows(exact: torch.Tensor, found: torch.Tensor, targets: torch.Tensor, token_limit: int) -> torch.Tensor:
+    """Logits [rows, vocab] of both caches -> the five columns of `compare`, [5, rows], on the CPU.
+
+    Ids from ``token_limit`` on are padding of the vocabulary: part of the distribution, never among the likeliest.
+    """
+    p, q = exact.log_softmax(-1), found.log_softmax(-1)
+    kld = (p.exp() * (p - q)).sum(-1)
+    ours, theirs = (x[:, :token_limit].topk(min(_TOP, token_limit)).indices for x in (q, p))
+    same = (ours[:, :, None] == theirs[:, None]).any(1).double().mean(-1)
+    nll = [-x.gather(1, targets[:, None])[:, 0] for x in (p, q)]
+    agree = ours[:, 0] == theirs[:, 0]
+    return torch.stack([kld.double(), agree.double(), same, *(x.double() for x in nll)]).cpu()
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Tokens of greedy continuations before the first one that differs; one that never does counts as ``max_tokens``.
+
+    ``identical``: how many of the prompts' continuations never differed.
+    """
+
+    mean: float
+    stderr: float
+    identical: int
+    prompts: int
+    max_tokens: int
+
+
+def greedy_continuations(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Token ids of greedy continuations, all of them ``max_tokens`` long."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        ignore_eos=True,
+    )
+    outputs = llm.generate(prompts, params)
+    for output in outputs:
+        if output.finish_reason != "length":
+            raise EngineError(output.error or "the request was aborted")
+    return [output.token_ids for output in outputs]
+
+
+def divergence(exact: list[list[int]], found: list[list[int]]) -> Divergence:
+    """How long two caches say the same."""
+    lengths = [
+        next((step for step, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), len(a)) for a, b in zip(exact, found)
+    ]
+    longest = max(map(len, exact))
+    mean, stderr = mean_and_stderr(torch.tensor(lengths))
+    return Divergence(mean, stderr, sum(length == longest for length in lengths), len(lengths), longest)
+
+
+def prompts_of(token_ids: Sequence[int], count: int, length: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` tokens, spread evenly over a text; fewer where it is too short for that."""
+    room = max(0, len(token_ids) - length)
+    starts = sorted({round(room * index / max(1, count - 1)) for index in range(count)})
+    return [list(token_ids[start : start + length]) for start in starts]
+
+
+def floor(reference: Reference, model: LoadedModel, config: EngineConfig) -> Fidelity:
+    """What rounding alone does: the exact cache at a quarter of the chunk."""
+    return compare(reference, LLM(model, floor_config(config)))

@@ -1,0 +1,198 @@
+"""Perplexity of a text, every token scored once through the cache.
+
+A text of n tokens is cut into parts. A part's last token ends at ``context``, then ``stride`` further, and so on; its
+first scored token comes right behind the last one of the part before, and sees what lies in front of it within
+``context`` tokens: at least context - stride of them. With stride = context that would be none, so the token before is
+put in front (lm-evaluation-harness's rolling windows); with a smaller stride this is the strided loop of
+https://huggingface.co/docs/transformers/perplexity.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import torch
+
+from lean.engine.engine import LLM
+from lean.errors import UserError
+from lean.eval.corpus import Corpus
+from lean.scoring import score_many
+
+BosRule = Literal["first", "every", "none"]
+BOS_RULES: tuple[str, ...] = get_args(BosRule)
+_MOST_CHARACTERS_PER_TOKEN = 32  # of a text that is cut before it is tokenized
+_CURVE_BUCKETS = 24
+
+
+class Part(NamedTuple):
+    """One sequence that is run: ``token_ids`` from ``first`` on are scored, and lie at ``start`` in the text."""
+
+    token_ids: list[int]
+    first: int
+    start: int
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """What is scored of a text: its first tokens, the characters they spell, and how they are laid into sequences."""
+
+    corpus: Corpus
+    text: str
+    token_ids: list[int]
+    parts: list[Part]
+    context: int
+    stride: int
+    bos: BosRule
+
+
+def cut(
+    token_ids: Sequence[int], context: int, stride: int, bos: BosRule = "none", bos_token_id: int | None = None
+) -> list[Part]:
+    """Cut a text into parts, see above. ``bos``: put ``bos_token_id`` in front of the first part, of every one, or of
+    none; it is never scored, and without it the first token of the text is not scored either."""
+    ids, parts = list(token_ids), []
+    done, end = 0, context
+    while done < len(ids):
+        begin = max(0, min(end - context, done - 1))
+        front = [bos_token_id] if bos_token_id is not None and (bos == "every" or (bos == "first" and not done)) else []
+        if front and begin == done - 1:
+            begin = done  # the BOS stands in for the token before
+        first = len(front) + done - begin
+        parts.append(Part(front + ids[begin:end], max(1, first), done if first else done + 1))
+        done, end = end, end + stride
+    return [part for part in parts if part.first < len(part.token_ids)]
+
+
+def prepare(
+    llm: LLM,
+    corpus: Corpus,
+    *,
+    max_tokens: int | None = None,
+    context: int | None = None,
+    stride: int | None = None,
+    bos: str = "first",
+) -> ScoredText:
+    """Tokenize a text and cut it for an engine. Raises UserError for impossible numbers.
+
+    Args:
+        max_tokens: of the text, from its beginning; None: all.
+        context: most tokens that a token is predicted from; None: the longest the engine takes.
+        stride: tokens scored per part; None: ``context``.
+        bos: see `cut`; "first" is what lm-evaluation-harness does. The token is the tokenizer's BOS, else its EOS.
+    """
+    for name, value in (("max-tokens", max_tokens), ("context", context), ("stride", stride)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} {value} must be at least 1")
+    if bos not in BOS_RULES:
+        raise UserError(f"bos {bos!r} must be one of {', '.join(BOS_RULES)}")
+    limit = llm.size.max_model_len
+    if context is not None and context > limit:
+        raise UserError(f"context {context:,} exceeds the {limit:,} tokens this engine takes: lower it, or --window")
+    tokenizer = llm.model.tokenizer
+    text = corpus.text if max_tokens is None else corpus.text[: _MOST_CHARACTERS_PER_TOKEN * max_tokens]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    ids = encoded["input_ids"]
+    if max_tokens is not None and len(ids) > max_tokens:
+        ids = ids[:max_tokens]
+        end = encoded["offset_mapping"][max_tokens - 1][1] if tokenizer.is_fast else len(tokenizer.decode(ids))
+        text = text[:end]
+    bos_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    rule = cast(BosRule, bos if bos_id is not None else "none")
+    context = context or limit
+    stride = stride or context
+    if stride > context:
+        raise UserError(f"stride {stride} exceeds context {context}: tokens between them would not be scored")
+    context = min(context, len(ids))
+    stride = min(stride, context)
+    parts = cut(ids, context, stride, rule, bos_id)
+    if not parts:
+        raise UserError(f"{corpus.name}: {len(ids)} tokens give nothing to score")
+    return ScoredText(corpus, text, ids, parts, context, stride, rule)
+
+
+class Bucket(NamedTuple):
+    """Tokens whose predictions saw ``start`` to ``end`` - 1 tokens."""
+
+    start: int
+    end: int
+    nll: float
+    nll_stderr: float
+    tokens: int
+
+
+def mean_and_stderr(values: torch.Tensor) -> tuple[float, float]:
+    """Mean and its standard error, float64; tokens are taken as independent. The error of one value is 0."""
+    values = values.double()
+    error = values.std() / len(values) ** 0.5 if len(values) > 1 else torch.tensor(0.0)
+    return float(values.mean()), float(error)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """NLL in nats of the scored tokens of a text, in order.
+
+    nll: float64 [tokens]. seen: int64 [tokens], how many tokens of its part stand before each.
+    """
+
+    scored: ScoredText
+    nll: torch.Tensor
+    seen: torch.Tensor
+
+    def curve(self) -> list[Bucket]:
+        """NLL by how many tokens were there to see, in buckets of one width: drift, and the edge of a window."""
+        longest = int(self.seen.max()) + 1
+        width = -(-longest // _CURVE_BUCKETS)
+        width = -(-width // 32) * 32 if width > 8 else width
+        buckets = []
+        for start in range(0, longest, width):
+            inside = self.nll[(self.seen >= start) & (self.seen < start + width)]
+            if len(inside):
+                buckets.append(Bucket(start, start + width, *mean_and_stderr(inside), len(inside)))
+        return buckets
+
+    def report(self) -> dict[str, Any]:
+        """Token, word and byte perplexity; the rules they hold for. A word is what whitespace separates."""
+        nll, error = mean_and_stderr(self.nll)
+        total, text = float(self.nll.sum()), self.scored.text
+        words, size = len(re.split(r"\s+", text.strip())), len(text.encode("utf-8"))
+        return {
+            "token_ppl": (ppl := exp(nll)),
+            "token_ppl_stderr": ppl and ppl * error,
+            "word_ppl": exp(total / words),
+            "byte_ppl": exp(total / size),
+            "bits_per_byte": total / size / math.log(2),
+            "nll": nll,
+            "nll_stderr": error,
+            "tokens_scored": len(self.nll),
+            "words": words,
+            "bytes": size,
+            "sequences": len(self.scored.parts),
+            "corpus": self.scored.corpus.report(),
+            "context": self.scored.context,
+            "stride": self.scored.stride,
+            "bos": self.scored.bos,
+        }
+
+
+def exp(x: float) -> float | None:
+    """e^x; None where no float holds it, which JSON could not hold either."""
+    return math.exp(x) if x < 700 else None
+
+
+def in_words(ppl: float | None, digits: int = 4) -> str:
+    """A perplexity as it is printed."""
+    if ppl is None:
+        return "beyond any number"
+    return f"{ppl:.{digits}f}" if ppl < 1e5 else f"{ppl:.4g}"
+
+
+def perplexity(llm: LLM, scored: ScoredText, progress: Callable[[int], None] | None = None) -> Perplexity:
+    """Score a prepared text, its parts together as far as they fit. Raises EngineError for non-finite numbers."""
+    nll: dict[int, torch.Tensor] = {}
+    parts = scored.parts
+    for index, scores in score_many(llm, [part.token_ids for part in parts], progress):
+        nll[index] = -scores.logprobs[parts[index].first - 1 :].double()
+    seen = [torch.arange(part.first, len(part.token_ids)) for part in parts]
+    return Perplexity(scored, torch.cat([nll[index] for index in range(len(parts))]), torch.cat(seen))

@@ -1,0 +1,1 @@
+"""The grid of cache configurations, its frontier and its report."""

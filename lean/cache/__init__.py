@@ -1,0 +1,1 @@
+"""The KV cache: its plan, its blocks and its tensors."""

@@ -1,0 +1,328 @@
+"""Cache groups and their pools: which layers share what rule, what a block of each pool holds, how many there are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lean.cache.block_manager import PoolRule
+from lean.config import EngineConfig
+from lean.errors import ConfigError
+from lean.kernels.layout import KVLayout, blocks_for
+from lean.layer_formats import layer_formats
+from lean.quant.formats import BF16, KVFormat, describe
+
+ENDLESS = 2**31  # longest sequence where every layer has a window
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One attention layer of a model, as its cache sees it. window 0 is full attention."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """A block pool before it has a size: the layers in it, in order, and which tokens stay."""
+
+    layers: tuple[int, ...]
+    layouts: tuple[KVLayout, ...]
+    window: int
+    num_sink_tokens: int
+    exact: bool  # the exact copies beside a quantized pool
+
+    @cached_property
+    def block_bytes(self) -> int:
+        return sum(layout.nbytes for layout in self.layouts)
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        return sum(layout.bytes_per_token for layout in self.layouts)
+
+    @cached_property
+    def bytes_per_token_bf16(self) -> int:
+        """What a token would take here as bf16."""
+        return sum(replace(layout, k_format=BF16, v_format=BF16).bytes_per_token for layout in self.layouts)
+
+    def offset(self, layer: int) -> int:
+        """Where in a block the part of ``layer`` starts, in bytes."""
+        return sum(layout.nbytes for layout in self.layouts[: self.layers.index(layer)])
+
+    def most_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Most blocks a sequence of ``num_tokens`` holds here while it decodes."""
+        blocks = blocks_for(num_tokens, block_size)
+        if not self.window:
+            return blocks
+        return min(blocks, blocks_for(self.num_sink_tokens, block_size) + _most_blocks_spanned(self.window, block_size))
+
+    @cached_property
+    def name(self) -> str:
+        k, v = self.layouts[0].k_format, self.layouts[0].v_format
+        return describe(replace(k, rotate=False), replace(v, rotate=False)) if self.exact else describe(k, v)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share window, sinks, formats and residual. They own one pool, or two with a residual.
+
+    Attributes:
+        window: a token sees itself and the window - 1 tokens before it; 0: all.
+        num_sink_tokens: the first so many tokens are seen from beyond the window too.
+        residual_length, num_exact_sinks: what is read from the exact pool; 0, 0 without a residual.
+        pool, exact_pool: indices into the plan's pools.
+    """
+
+    layers: tuple[int, ...]
+    window: int
+    num_sink_tokens: int
+    residual_length: int
+    num_exact_sinks: int
+    pool: int
+    exact_pool: int | None
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """All groups and pools of a model under one configuration.
+
+    ``window`` is the user's, 0 where it bounds no layer. ``notes`` are lines the user should see.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    pools: tuple[PoolSpec, ...]
+    block_size: int
+    window: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether every layer has a window: memory is then constant, however long a sequence."""
+        return all(group.window for group in self.groups)
+
+    @property
+    def formats(self) -> tuple[tuple[KVFormat, ...], tuple[KVFormat, ...]]:
+        """The K formats and the V formats in use, exact copies left out."""
+        layouts = [self.pools[group.pool].layouts[0] for group in self.groups]
+        k, v = ([layout.k_format for layout in layouts], [layout.v_format for layout in layouts])
+        return tuple(dict.fromkeys(k)), tuple(dict.fromkeys(v))
+
+    @property
+    def residual_length(self) -> int:
+        return max(group.residual_length for group in self.groups)
+
+    @property
+    def num_exact_sinks(self) -> int:
+        return max(group.num_exact_sinks for group in self.groups)
+
+    @property
+    def num_sink_tokens(self) -> int:
+        return max(group.num_sink_tokens for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in the pools that hold the cache proper (exact copies left out), all layers."""
+        return sum(pool.bytes_per_token for pool in self.pools if not pool.exact)
+
+    @property
+    def bytes_per_token_bf16(self) -> int:
+        return sum(pool.bytes_per_token_bf16 for pool in self.pools if not pool.exact)
+
+    def bytes_at(self, num_tokens: int) -> int:
+        """Bytes that the blocks of one sequence of ``num_tokens`` occupy, exact copies included."""
+        return sum(pool.most_blocks(num_tokens, self.block_size) * pool.block_bytes for pool in self.pools)
+
+    def bytes_at_bf16(self, num_tokens: int) -> int:
+        """The same tokens in bf16, without blocks."""
+        return sum(
+            min(num_tokens, group.window + group.num_sink_tokens if group.window else num_tokens)
+            * self.pools[group.pool].bytes_per_token_bf16
+            for group in self.groups
+        )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What layers must share to be one group."""
+
+    window: int
+    num_sink_tokens: int
+    k_format: KVFormat
+    v_format: KVFormat
+    residual_length: int
+    num_exact_sinks: int
+
+
+def _layer_rules(
+    layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat
+) -> tuple[list[_Rule], list[str]]:
+    """The rule of every layer, and notes. Raises ConfigError where a head_dim does not fit its format."""
+    formats = layer_formats(len(layers), config.kv_dtype, config.kv_layers, config.kv_skip_layers, dtype_format)
+    length, sinks = config.residual(any(fmt.quantized for pair in formats for fmt in pair))
+    rules = []
+    covered: set[int] = set()  # windows that the residual covers
+    for index, (layer, (k, v)) in enumerate(zip(layers, formats)):
+        for name, fmt, dim in (("K", k, layer.k_dim), ("V", v, layer.v_dim)):
+            if not fmt.supports(dim):
+                raise ConfigError(
+                    f"layer {index}: {name} head_dim {dim} does not fit {fmt.name}, which needs a multiple of 8: "
+                    "use --kv-dtype bf16 or fp32"
+                )
+        window = layer.window or config.window or 0
+        seen = sinks if window and not layer.window else 0
+        exact = length if k.quantized or v.quantized else 0
+        if window and window <= exact:  # nothing quantized would ever be read
+            k = v = dtype_format
+            exact = 0
+            covered.add(window)
+        rules.append(_Rule(window, seen, k, v, exact, sinks if exact else 0))
+    notes = [
+        f"layers with window {window} stay {dtype_format.name}: the residual of {length} covers them"
+        for window in sorted(covered)
+    ]
+    return rules, notes
+
+
+def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat) -> CachePlan:
+    """Group the layers of a model. ``dtype_format`` is the raw format of the model's dtype. Raises ConfigError."""
+    rules, notes = _layer_rules(layers, config, dtype_format)
+    groups: list[CacheGroup] = []
+    pools: list[PoolSpec] = []
+
+    def add_pool(members: tuple[int, ...], k: KVFormat, v: KVFormat, window: int, sinks: int, exact: bool) -> int:
+        layouts = tuple(
+            KVLayout(k, v, layers[i].num_kv_heads, layers[i].k_dim, layers[i].v_dim, config.block_size) for i in members
+        )
+        pools.append(PoolSpec(members, layouts, window, sinks, exact))
+        return len(pools) - 1
+
+    # Full attention first, then by window; among equals in order of the layers.
+    for rule in sorted(dict.fromkeys(rules), key=lambda rule: rule.window):
+        members = tuple(index for index, own in enumerate(rules) if own == rule)
+        # Sinks that are read exact need not stay in the quantized pool.
+        kept_sinks = 0 if rule.num_exact_sinks >= rule.num_sink_tokens else rule.num_sink_tokens
+        pool = add_pool(members, rule.k_format, rule.v_format, rule.window, kept_sinks, exact=False)
+        exact_pool = None
+        if rule.residual_length:
+            # Exact copies lie in the rotated basis, so that both parts share one query and one accumulator.
+            k_exact = replace(dtype_format, rotate=rule.k_format.rotate)
+            v_exact = replace(dtype_format, rotate=rule.v_format.rotate)
+            exact_pool = add_pool(members, k_exact, v_exact, rule.residual_length, rule.num_exact_sinks, exact=True)
+        groups.append(
+            CacheGroup(
+                members,
+                rule.window,
+                rule.num_sink_tokens,
+                rule.residual_length,
+                rule.num_exact_sinks,
+                pool,
+                exact_pool,
+            )
+        )
+    window = config.window if config.window and any(not layer.window for layer in layers) else 0
+    if config.window and not window:
+        notes.append(f"window {config.window} changes nothing: every layer of this model has a window of its own")
+    return CachePlan(tuple(groups), tuple(pools), config.block_size, window, tuple(notes))
+
+
+def _most_blocks_spanned(num_tokens: int, block_size: int) -> int:
+    """Most blocks that ``num_tokens`` consecutive tokens can touch, wherever they start."""
+    return (num_tokens + block_size - 2) // block_size + 1
+
+
+def _bounded_blocks(pool: PoolSpec, config: EngineConfig, max_model_len: int) -> int:
+    """Most blocks that ``max_num_seqs`` sequences can hold at once in a pool with a window, new tokens included.
+
+    A sequence that adds q tokens holds its window - 1 + q last tokens. What a step adds in all, cut over the sequences,
+    starts at most one more block each.
+    """
+    size = config.block_size
+    kept = pool.most_blocks(max_model_len, size)
+    step = min(config.step_tokens, config.max_num_seqs * config.prefill_chunk)
+    total = config.max_num_seqs * (kept + 1) + blocks_for(step, size)
+    return min(total, config.max_num_seqs * blocks_for(max_model_len, size))
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Sizes of all pools. ``num_tokens`` fit into the unbounded ones (all of them, where every pool is bounded).
+
+    ``max_model_len`` is the longest sequence, at most ``model_max_len``, what the model itself can take.
+    """
+
+    rules: tuple[PoolRule, ...]
+    num_tokens: int
+    max_model_len: int
+    model_max_len: int
+    nbytes: int
+
+
+def size_cache(
+    plan: CachePlan, config: EngineConfig, model_max_len: int, free_bytes: int, share: float = 1.0
+) -> CacheSize:
+    """Give every pool its number of blocks.
+
+    Args:
+        model_max_len: longest sequence the model itself can take without a window.
+        free_bytes: memory the device can give.
+        share: the part of it that the cache may take where the configuration does not say.
+
+    Raises:
+        ConfigError: the memory asked for is not there, holds less than one block, or less than max_model_len tokens.
+    """
+    wanted = config.max_model_len
+    model_max_len = ENDLESS if plan.bounded else model_max_len
+    if wanted is not None and wanted > model_max_len:
+        raise ConfigError(
+            f"max-model-len {wanted} exceeds the {model_max_len} positions of this model: a --window takes any length"
+        )
+    budget = int(free_bytes * share) if config.kv_memory is None else config.kv_memory
+    if budget > free_bytes:
+        raise ConfigError(f"kv-memory {mib(budget)} exceeds the {mib(free_bytes)} that are free: lower --kv-memory")
+    max_model_len = wanted or model_max_len
+    size = plan.block_size
+    # One block more than usable in every pool: the null block.
+    bounded = {i: _bounded_blocks(p, config, max_model_len) for i, p in enumerate(plan.pools) if p.window}
+    bounded_bytes = sum((n + 1) * plan.pools[i].block_bytes for i, n in bounded.items())
+    row_bytes = sum(pool.block_bytes for pool in plan.pools if not pool.window)
+    least = bounded_bytes + 2 * row_bytes
+    if config.num_blocks is None and least > budget:
+        raise ConfigError(
+            f"the KV cache needs at least {mib(least)} with blocks of {size} tokens, {mib(budget)} are given: "
+            "raise --kv-memory, or lower --prefill-chunk or --kv-residual-length"
+        )
+    blocks = 0
+    if not row_bytes and config.num_blocks is not None:
+        raise ConfigError("num-blocks has nothing to size: every layer has a window, and so memory enough")
+    if row_bytes:
+        needed = blocks_for(max_model_len, size)
+        blocks = (budget - bounded_bytes) // row_bytes - 1 if config.num_blocks is None else config.num_blocks
+        if config.num_blocks is None and config.kv_memory is None:
+            blocks = min(blocks, config.max_num_seqs * needed)
+        if bounded_bytes + (blocks + 1) * row_bytes > free_bytes:
+            raise ConfigError(
+                f"{blocks} blocks take {mib(bounded_bytes + (blocks + 1) * row_bytes)}, "
+                f"{mib(free_bytes)} are free: lower --num-blocks"
+            )
+        if blocks < needed:
+            if wanted is not None:
+                raise ConfigError(
+                    f"max-model-len {wanted} needs {needed} blocks of {size} tokens "
+                    f"({mib(bounded_bytes + (needed + 1) * row_bytes)}), only {blocks} fit: "
+                    "raise --kv-memory or --num-blocks, or lower --max-model-len"
+                )
+            max_model_len = blocks * size
+    rules = tuple(
+        PoolRule(bounded.get(i, blocks), pool.window, pool.num_sink_tokens) for i, pool in enumerate(plan.pools)
+    )
+    tokens = blocks * size if row_bytes else config.max_num_seqs * max_model_len
+    nbytes = sum((rule.num_blocks + 1) * pool.block_bytes for rule, pool in zip(rules, plan.pools))
+    return CacheSize(rules, tokens, max_model_len, model_max_len, nbytes)
+
+
+def mib(nbytes: int) -> str:
+    """A number of bytes for people."""
+    return f"{nbytes / 2**20:,.1f} MiB"

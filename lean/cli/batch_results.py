@@ -1,0 +1,116 @@
+"""A file of results: whole lines only, whatever ends a run, so that the next one knows what is done."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lean.cli.batch_rows import RowId, is_id, read_object, shown
+from lean.errors import LeanError, RequestError, one_line
+
+ROW_START = b'{"id": '  # of every line that is written; by it a cut one is known as lean's own
+
+
+def read_done(out: Path, prompts: Path | None = None) -> set[RowId]:
+    """The ids of the rows that an earlier run wrote. A last line that its end cut off is taken off the file.
+
+    Raises:
+        RequestError: ``out`` can be no file of results, is ``prompts`` itself, another run writes to it, or it holds
+            something that lean did not write; it is left as it is.
+    """
+    out = Path(out)
+    try:
+        if out.is_dir():
+            raise RequestError(f"{out} is a folder: name a file for the results")
+        if not out.parent.is_dir():
+            raise RequestError(f"no folder {out.parent} to write {out.name} into: make it first")
+        if prompts is not None and (out.resolve() == prompts.resolve() or (out.exists() and out.samefile(prompts))):
+            raise RequestError(f"{out} holds the prompts: name another file for the results")
+        if not out.exists():
+            if not os.access(out.parent, os.W_OK | os.X_OK):
+                raise RequestError(f"cannot write {out}: its folder is read-only")
+            return set()
+        with open_results(out) as (_, done):
+            return done
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # ValueError: a NUL in the path; RuntimeError: a link to itself
+        raise RequestError(f"cannot write {out}: {getattr(error, 'strerror', None) or one_line(error)}") from None
+
+
+@contextmanager
+def open_results(out: Path) -> Iterator[tuple[BinaryIO, set[RowId]]]:
+    """A file of whole lines, open to append without a buffer, and the ids in it. Only one run at a time has it."""
+    if out.exists() and not out.is_file():
+        raise RequestError(f"{out} is no plain file: name one for the results")
+    with out.open("ab", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RequestError(f"another run is writing to {out}: wait for it, or name another file") from None
+        done, end = _read_results(out)
+        if end < os.fstat(file.fileno()).st_size:
+            file.truncate(end)
+        yield file, done
+
+
+def _read_results(out: Path) -> tuple[set[RowId], int]:
+    """The ids in a file of results, and where its last whole line ends. What was cut off may only be the last line."""
+    lines: dict[RowId, int] = {}
+    end = 0
+    cut: RequestError | None = None
+    with out.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if cut:
+                raise cut
+            where = f"{out} line {number}"
+            try:
+                result = read_object(line)
+                if not line.endswith(b"\n"):
+                    raise RequestError("it does not end")
+            except RequestError as error:
+                cut = RequestError(f"{where} is damaged, {error}: repair it or name another file")
+                begun = line.rstrip(b"\0")  # zeros: a power failure
+                if not begun.startswith(ROW_START[: len(begun)]):
+                    raise cut from None
+                continue
+            row_id = result.get("id")
+            if not is_id(row_id) or "finish_reason" not in result:
+                raise RequestError(f"{where} is no result of a batch: name another file")
+            if row_id in lines:
+                raise RequestError(f"{where}: id {shown(row_id)} is that of line {lines[row_id]}: remove one of them")
+            lines[row_id] = number
+            end += len(line)
+    return set(lines), end
+
+
+class ResultsWriter:
+    """Appends whole lines, or takes back what of one was written."""
+
+    def __init__(self, file: BinaryIO, out: Path) -> None:
+        self._file = file
+        self._out = out
+        self._end = os.fstat(file.fileno()).st_size
+
+    def write(self, result: dict[str, Any]) -> None:
+        try:
+            line = json.dumps(result, ensure_ascii=False, allow_nan=False).encode("utf-8")
+        except UnicodeEncodeError:  # half a surrogate pair can only be escaped
+            line = json.dumps(result, allow_nan=False).encode("ascii")
+        rest = memoryview(line + b"\n")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise LeanError(f"cannot write {self._out}: {error.strerror or error}") from error
+        self._end += len(line) + 1
+
+    def take_back(self) -> None:
+        self._file.truncate(self._end)

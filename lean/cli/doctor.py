@@ -1,0 +1,180 @@
+"""``lean doctor``: what this machine offers, which kernels serve it and why not others, and whether they are right."""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import torch
+
+from lean.errors import one_line
+from lean.store.pull import cache_dir
+
+Level = Literal["ok", "note", "problem"]
+
+# (package, oldest release that works, first one that is not tried yet, what it is for; "" : lean needs it)
+_PACKAGES = (
+    ("torch", "2.11", "2.16", ""),
+    ("transformers", "5.17", "5.25", ""),
+    ("triton", "3.6", "3.10", "kernels on GPUs"),
+    ("bitsandbytes", "0.49", "1", "--quantization: pip install 'lean-inference[bnb]'"),
+    ("lm-eval", "0.4.13", "0.5", "lean eval tasks: pip install 'lean-inference[eval]'"),
+    ("matplotlib", "3.9", "4", "plots: pip install 'lean-inference[eval]'"),
+)
+_ISAS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
+# Largest error of a kernel against the reference, relative to the largest output: rounding of other summation orders.
+_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``mend``: what to do about it, empty where nothing is to be done."""
+
+    topic: str
+    level: Level
+    text: str
+    mend: str = ""
+
+
+def _release(text: str) -> tuple[int, ...]:
+    digits = ("".join(c for c in part if c.isdigit()) for part in text.split("+")[0].split(".")[:3])
+    return tuple(int(part or 0) for part in digits)
+
+
+def packages() -> Iterator[Finding]:
+    """Versions, beside those that lean is tried with."""
+    python = platform.python_version()
+    tried = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield Finding("python", "ok" if tried else "note", python, "" if tried else "lean is tried with 3.11 to 3.13")
+    for name, oldest, untried, purpose in _PACKAGES:
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            if name == "triton" and not torch.cuda.is_available():
+                continue
+            yield Finding(name, "note" if purpose else "problem", "not installed", purpose or f"pip install {name}")
+            continue
+        if _release(found) < _release(oldest):
+            yield Finding(name, "problem", found, f"lean needs {oldest} or newer: pip install -U {name}")
+        elif _release(found) >= _release(untried):
+            yield Finding(name, "note", f"{found}, newer than what lean is tried with")
+        else:
+            yield Finding(name, "ok", found)
+
+
+def _cpu_facts() -> str:
+    """Model name and the instruction sets that matter, where the system tells."""
+    name, flags = platform.processor() or platform.machine(), ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            facts = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line)
+        facts = {key.strip(): value.strip() for key, value in facts.items()}
+        name, flags = facts.get("model name", name), facts.get("flags", facts.get("Features", ""))
+    except OSError:
+        pass
+    found = [isa for isa in _ISAS if isa in flags.split()]
+    return f"{name}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads; {', '.join(found) or flags}"
+
+
+def devices() -> Iterator[Finding]:
+    """What can compute here, and how much memory is free."""
+    from lean.cache.plan import mib
+    from lean.device import free_bytes
+
+    yield Finding("cpu", "ok", f"{_cpu_facts()}; {mib(free_bytes(torch.device('cpu')))} free")
+    if not torch.cuda.is_available():
+        if torch.version.cuda or torch.version.hip:
+            yield Finding("gpu", "note", f"none that torch {torch.__version__} can use", "check the driver: nvidia-smi")
+        else:
+            yield Finding("gpu", "note", "this torch is built for CPUs only", "a GPU needs its CUDA or ROCm build")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        stack = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+        yield Finding(
+            "gpu",
+            "ok",
+            f"cuda:{index} {facts.name}, compute capability {facts.major}.{facts.minor}, {facts.multi_processor_count} "
+            f"SMs, {mib(free)} of {mib(total)} free; {stack}",
+        )
+
+
+def storage() -> Iterator[Finding]:
+    """Where lean keeps models and verdicts."""
+    from lean.cache.plan import mib
+
+    folder = cache_dir()
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if os.access(there, os.W_OK):
+        yield Finding("storage", "ok", f"{folder}, {mib(free)} free")
+    else:
+        yield Finding("storage", "problem", f"{folder} cannot be written", "name another folder with LEAN_HOME")
+
+
+def kernels() -> Iterator[Finding]:
+    """Which kernels serve each device, and whether they compute what the torch reference does."""
+    from lean.kernels.ops import backend
+
+    for name in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        device = torch.device(name)
+        try:
+            serving = backend(device)
+        except ValueError as error:
+            yield Finding("kernels", "problem", str(error), "unset the variable")
+            continue
+        reference = serving.startswith("torch reference")
+        yield Finding("kernels", "note" if reference else "ok", f"{name}: {serving}")
+        if not reference:
+            yield _check_kernels(device, serving)
+
+
+def _check_kernels(device: torch.device, serving: str) -> Finding:
+    from lean.kernels.check import worst_error
+
+    way_out = "run with LEAN_KERNELS=reference, and report this"
+    worst = 0.0
+    for kv_dtype in ("bf16", "int8", "fp8", "int4", "k8v4"):
+        for dtype, tolerance in _TOLERANCE.items():
+            if dtype is torch.float16 and device.type == "cpu":
+                continue
+            try:
+                error = worst_error(device, kv_dtype, dtype)
+            except Exception as failure:
+                return Finding("kernels", "problem", f"{serving} fails for {kv_dtype}: {one_line(failure)}", way_out)
+            if not error <= tolerance:
+                what = f"{serving} is off by {error:.2g} for {kv_dtype} with {dtype} queries"
+                return Finding("kernels", "problem", what, way_out)
+            worst = max(worst, error)
+    return Finding("kernels", "ok", f"{serving}: five formats agree with the torch reference (worst {worst:.1g})")
+
+
+def build_kernels() -> Finding:
+    """Compile the C++ kernels for this machine."""
+    from lean.kernels.cpu.build import BuildError, build
+
+    try:
+        return Finding("build", "ok", f"compiled {build()}")
+    except BuildError as error:
+        mend = "install g++ or clang++, then lean doctor --build" if sys.platform == "linux" else ""
+        return Finding("build", "problem", str(error), mend)
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, in the order in which they are read."""
+    for part in (packages, devices, storage, kernels):
+        yield from part()
+
+
+def doctor_report(findings: list[Finding]) -> dict[str, Any]:
+    """The object of ``doctor --json``."""
+    return {
+        "healthy": not any(finding.level == "problem" for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
+    }

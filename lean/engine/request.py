@@ -1,0 +1,101 @@
+"""A request: what is asked for, how far it is, what came out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from lean.sampling_params import SamplingParams
+from lean.text.detokenizer import Detokenizer
+from lean.text.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from lean.engine.sampler import Sampler, TokenLogprob
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+__all__ = ["FinishReason", "Request", "RequestOutput", "SamplingParams"]
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence on its way through the engine. Written by the engine and the scheduler only.
+
+    Attributes:
+        id: of this sequence, in order of arrival.
+        group: the id that the caller knows; ``index`` counts the n sequences of one group.
+        sampler, detokenizer, stop_strings: make tokens and text; None for a scoring request.
+        keep_hidden: scoring: every row's last hidden state is wanted, nothing is sampled.
+        siblings: sequences of the group that start as forks when the prompt is computed.
+        keep_cache: K/V stay in the cache after the end, for a request that continues this one.
+        continues: the kept sequence whose K/V this one may reuse.
+        num_computed_tokens: tokens whose K/V are in the cache.
+        num_cached_tokens: of these, how many were there before the request came.
+        prompt_logprobs: of the prompt's tokens so far, None for the first; empty where not asked for.
+    """
+
+    id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    group: int = -1
+    index: int = 0
+    sampler: Sampler | None = None
+    detokenizer: Detokenizer | None = None
+    stop_strings: StopStrings = field(default_factory=lambda: StopStrings(()))
+    keep_hidden: bool = False
+    siblings: list[Request] = field(default_factory=list)
+    keep_cache: bool = False
+    continues: int | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_hidden: int = 0  # rows given out so far; a preempted request computes them again
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Most tokens whose K/V this request can ever put into the cache: the last token drawn is never written."""
+        return len(self.prompt_token_ids) + (0 if self.keep_hidden else self.params.max_tokens - 1)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions start .. end of prompt and output together."""
+        n = len(self.prompt_token_ids)
+        if end <= n:
+            return self.prompt_token_ids[start:end]
+        return self.prompt_token_ids[start:n] + self.output_token_ids[max(0, start - n) : end - n]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step, or one whole generation, gave to one of a request's n sequences.
+
+    ``text``, ``token_ids`` and ``logprobs`` are new since the last output when streaming, everything otherwise. Tokens
+    that end a sequence are in ``token_ids`` but never in ``text``; nor is a stop string.
+
+    Attributes:
+        index: which of the n sequences.
+        cached_tokens: prompt tokens whose K/V were reused from an earlier request.
+        logprobs: one per token id, None where not asked for.
+        prompt_logprobs: one per prompt token, None for the first, in the first output of a sequence; else None.
+        hidden: new last hidden states [rows, hidden_size] of a scoring request; else None.
+    """
+
+    request_id: int
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    index: int = 0
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    hidden: torch.Tensor | None = None

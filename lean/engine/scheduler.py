@@ -1,0 +1,239 @@
+"""Which tokens run in the next step: first come, first served, prompts in chunks, decodes beside them.
+
+Requests run and wait in order of arrival. When a pool runs dry, sequences that are only kept for a next turn go first;
+then the youngest running request is preempted: its blocks are given back, and it waits, before all others, until its
+tokens can be computed again. The oldest one always goes on, and one alone always fits, so everybody ends.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from lean.cache.block_manager import BlockManager
+from lean.cache.plan import CacheSize
+from lean.config import EngineConfig
+from lean.engine.request import FinishReason, Request
+from lean.errors import EMPTY_PROMPT, EngineError, RequestError
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start .. end of one request, all of them new to the cache.
+
+    ``completes``: the chunk ends at the last known token, so that its last row predicts a new one.
+    """
+
+    request: Request
+    start: int
+    end: int
+    completes: bool
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.tokens(self.start, self.end)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading elements are equal."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return next(index for index in range(shorter) if a[index] != b[index])
+
+
+class Scheduler:
+    """Decides who runs, and moves requests from waiting to running to finished."""
+
+    def __init__(self, config: EngineConfig, manager: BlockManager, size: CacheSize) -> None:
+        self._config = config
+        self._manager = manager
+        self._size = size
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.kept: dict[int, list[int]] = {}  # finished sequences still in the cache, and their tokens; oldest first
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def _unbounded(self) -> int | None:
+        """Index of a pool that keeps every token; they all have the same number of blocks."""
+        return next((index for index, rule in enumerate(self._size.rules) if not rule.bounded), None)
+
+    # --- admission ---
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError for one that can never run."""
+        prompt, limit = len(request.prompt_token_ids), self._size.max_model_len
+        if prompt == 0:
+            raise RequestError(EMPTY_PROMPT)
+        if prompt + (not request.keep_hidden) > limit:
+            longest = self._size.model_max_len
+            way_out = "that is all the model takes: shorten the prompt, or give a --window"
+            if limit < longest:
+                way_out = f"the model takes {longest}: raise --max-model-len or --kv-memory, or shorten the prompt"
+            raise RequestError(f"the prompt has {prompt} tokens, max-model-len is {limit} with the answer; {way_out}")
+        if self._unbounded is not None:
+            # Bounded pools are sized to hold everybody.
+            need, blocks = (
+                self._manager.blocks_for(request.max_num_tokens),
+                self._size.rules[self._unbounded].num_blocks,
+            )
+            if need > blocks:
+                raise RequestError(
+                    f"the request may need {need} cache blocks of {self._manager.block_size} tokens, "
+                    f"there are {blocks}: lower --max-tokens, or raise --kv-memory or --num-blocks"
+                )
+        self.waiting.append(request)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether all known tokens of a waiting request fit beside those of the running ones.
+
+        And for each one block more, where its course may need it: else a request would often be preempted at once.
+        """
+        if self._unbounded is None or not self.running:
+            return True
+        blocks_for, num_tokens = self._manager.blocks_for, self._manager.num_tokens
+
+        def soon(request: Request, held: int) -> int:
+            """Blocks it will take beside those for the tokens that it holds."""
+            known, most = blocks_for(request.num_tokens), blocks_for(request.max_num_tokens)
+            return min(known + 1, max(known, most)) - blocks_for(held)
+
+        still = sum(soon(r, num_tokens(r.id)) for r in self.running)
+        need = soon(request, self._reusable(request))
+        free = self._manager.pools[self._unbounded].num_free
+        for seq_id in self.kept:
+            if seq_id != request.continues:
+                free += blocks_for(num_tokens(seq_id))
+        return still + need <= free
+
+    def _reusable(self, request: Request) -> int:
+        """Leading tokens of a request that lie in the cache, from the sequence it continues; never all of them.
+
+        None where every row of the prompt is wanted.
+        """
+        tokens = self.kept.get(request.continues) if request.continues is not None else None
+        if tokens is None or request.continues is None:
+            return 0
+        if request.keep_hidden or request.params.prompt_logprobs is not None:
+            return 0
+        held = self._manager.num_tokens(request.continues)
+        return min(common_prefix(tokens, request.tokens(0, request.num_tokens)), held, request.num_tokens - 1)
+
+    def _admit_one(self) -> bool:
+        """Move the first waiting request to the running ones, if there is room."""
+        slots = sum(1 + len(request.siblings) for request in self.running)
+        if not self.waiting or slots + 1 + len(self.waiting[0].siblings) > self._config.max_num_seqs:
+            return False
+        request = self.waiting[0]
+        if not self._fits(request):
+            return False
+        self.running.append(self.waiting.popleft())
+        reusable = self._reusable(request)
+        if request.continues is None:
+            return True
+        if reusable:
+            self._manager.fork(request.continues, request.id)
+            request.num_computed_tokens = request.num_cached_tokens = reusable
+            self._resume_at(request, reusable)
+        self.release(request.continues)
+        return True
+
+    # --- the step ---
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's chunks, their blocks taken: in order of arrival, until the step's tokens are given away."""
+        budget = self._config.step_tokens
+        preemptions = self.num_preemptions
+        chunks: list[Chunk] = []
+        while budget and (
+            len(chunks) < len(self.running) or (self.num_preemptions == preemptions and self._admit_one())
+        ):
+            request = self.running[len(chunks)]
+            # The last known token is computed again where a failed step left nothing else to do.
+            start = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._resume_at(request, start)
+            start = request.num_computed_tokens
+            end = min(request.num_tokens, start + min(self._config.prefill_chunk, budget))
+            if not self._make_room(request, end - start):
+                break
+            self._manager.append(request.id, end - start)
+            chunks.append(Chunk(request, start, end, end == request.num_tokens))
+            budget -= end - start
+        return chunks
+
+    def _resume_at(self, request: Request, start: int) -> None:
+        """Let a request go on at token ``start``; from the beginning where what that token sees is gone."""
+        if self._manager.num_tokens(request.id) == start:
+            return
+        try:
+            self._manager.truncate(request.id, start)
+            request.num_computed_tokens = start
+        except ValueError:
+            self._manager.free(request.id)
+            request.num_computed_tokens = request.num_cached_tokens = 0
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Free blocks until the request can go on; False where it had to give way itself."""
+        while not self._manager.can_append(request.id, num_tokens):
+            if self.kept:
+                self.release(next(iter(self.kept)))
+                continue
+            victim = self.running[-1]
+            if victim is self.running[0]:
+                raise EngineError(f"request {request.id} does not fit into an empty cache")
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take everything from the youngest running request and let it wait, before all others, to start again."""
+        self._manager.free(request.id)
+        request.num_computed_tokens = request.num_cached_tokens = 0
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def take_back(self, chunk: Chunk) -> None:
+        """The step of this chunk failed: give its blocks back, so that it can be scheduled again."""
+        self._manager.truncate(chunk.request.id, chunk.start)
+
+    def advance(self, chunk: Chunk) -> None:
+        """The chunk has run: count it, and free what no later token can see."""
+        chunk.request.num_computed_tokens = chunk.end
+        self._manager.evict(chunk.request.id)
+
+    def fork(self, request: Request) -> list[Request]:
+        """Let the siblings of a request whose prompt is computed run beside it; returns all of them, it first."""
+        family = [request, *request.siblings]
+        request.siblings = []
+        for sibling in family[1:]:
+            self._manager.fork(request.id, sibling.id)
+            sibling.num_computed_tokens = request.num_computed_tokens
+            sibling.num_cached_tokens = request.num_cached_tokens
+            sibling.prompt_logprobs = list(request.prompt_logprobs)
+        place = self.running.index(request) + 1
+        self.running[place:place] = family[1:]
+        return family
+
+    # --- the end ---
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """Take a running or waiting request out, and free its blocks unless it is to be continued."""
+        request.finish_reason, request.error = reason, error
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        if request.keep_cache and reason != "error" and self._manager.num_tokens(request.id):
+            self.kept[request.id] = request.tokens(0, request.num_tokens)
+        else:
+            self._manager.free(request.id)
+
+    def release(self, seq_id: int) -> None:
+        """Forget a kept sequence; unknown ones are ignored."""
+        if self.kept.pop(seq_id, None) is not None:
+            self._manager.free(seq_id)

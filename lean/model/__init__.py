@@ -1,0 +1,1 @@
+"""transformers models on lean's attention."""

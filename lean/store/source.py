@@ -1,0 +1,110 @@
+"""Where models come from: a path, a model that lean can pull, or a repository of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import nullcontext, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from lean.errors import ModelError, one_line
+from lean.store.gguf import read_gguf
+from lean.store.pull import ARTEFACTS, pull
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")
+HUB_TIMEOUT_S = 4.0
+WAY_OUT = "pass a local folder, or run `lean pull smollm2-135m`"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on disk: a checkpoint folder, or one GGUF file in a folder."""
+
+    folder: Path
+    gguf_file: str | None
+    name: str
+    origin: Literal["path", "pulled", "hub"]
+
+
+def resolve(model: str, *, progress: bool = True, trust_remote_code: bool = False) -> ModelSource:
+    """Find MODEL: an existing path, else a name that lean can pull (and does, on first use), else a hub id.
+
+    What a folder holds is not judged here; that is `lean.store.checkpoint.check_checkpoint`.
+
+    Raises:
+        ModelError: nothing of that name exists, it cannot be fetched, or it is of a kind lean refuses.
+    """
+    shown = repr(one_line(model))
+    try:
+        path = Path(model).expanduser()
+        exists = bool(model) and path.exists()
+    except (OSError, ValueError, RuntimeError):  # a prompt may be too long for a file name, or hold a NUL
+        exists = False
+    if exists:
+        return _from_path(path)
+    if model in ARTEFACTS:
+        return ModelSource(pull(model, progress=progress), None, model, "pulled")
+    if model.startswith(("./", "../", "/", "~/")) or model.endswith((".gguf", ".safetensors")):
+        raise ModelError(f"no such file or folder: {shown}")
+    if re.search(r"\s|\?", model):
+        raise ModelError(f'{shown} looks like a prompt; the model comes first: lean run smollm2-135m "your prompt"')
+    if HUB_ID.fullmatch(model) and ".." not in model:
+        return ModelSource(_download(model, progress, trust_remote_code), None, model, "hub")
+    known = ", ".join(ARTEFACTS)
+    raise ModelError(f"unknown model {shown}: pass a folder, a .gguf file, a hub id owner/name, or one of: {known}")
+
+
+def _from_path(path: Path) -> ModelSource:
+    if path.is_dir():
+        return ModelSource(path, None, path.resolve().name, "path")
+    if path.suffix != ".gguf":
+        raise ModelError(f"{path} is not a model: pass a folder with config.json and *.safetensors, or a .gguf file")
+    read_gguf(path)
+    return ModelSource(path.parent, path.name, path.stem, "path")
+
+
+def _download(repo_id: str, progress: bool, trust_remote_code: bool) -> Path:
+    """Fetch the files of a repository that lean can use, or find them in the hub's cache; return their folder."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    # model_info has a timeout and says what the repository holds; snapshot_download does neither. Errors of the HTTP
+    # library come through as they are, and versions of the hub differ in which one they use: `except Exception`.
+    reason = ""
+    try:
+        names = [file.rfilename for file in HfApi().model_info(repo_id, timeout=HUB_TIMEOUT_S).siblings or []]
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"no model {repo_id} on the hub, or it asks for `hf auth login`: {WAY_OUT}") from error
+    except Exception as error:
+        reason = f"the hub cannot be reached: {one_line(error)}"
+    else:
+        _require_safetensors(repo_id, {PurePosixPath(name).suffix for name in names if "/" not in name})
+    try:
+        with nullcontext() if progress else redirect_stderr(io.StringIO()):
+            folder = snapshot_download(
+                repo_id,
+                local_files_only=bool(reason),
+                allow_patterns=[*HUB_FILES, "*.py"] if trust_remote_code else list(HUB_FILES),
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{repo_id} is gated: accept its terms on the hub and `hf auth login`, or {WAY_OUT}"
+        ) from error
+    except Exception as error:
+        raise ModelError(f"cannot get {repo_id} ({reason or one_line(error)}): {WAY_OUT}") from error
+    return Path(folder)
+
+
+def _require_safetensors(repo_id: str, suffixes: set[str]) -> None:
+    if ".safetensors" in suffixes:
+        return
+    if ".gguf" in suffixes:
+        raise ModelError(f"{repo_id} holds GGUF files: download the one you want and pass its path")
+    raise ModelError(
+        f"{repo_id} has no *.safetensors, and lean loads no pickled weights, because unpickling runs code: "
+        "look for a converted copy of the model"
+    )

@@ -1,0 +1,28 @@
+"""The command `lean` in this process."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lean.cli.main import app
+from lean.errors import UserError
+
+
+def lean(*args):
+    """stdout of a command; what it refuses is raised."""
+    result = CliRunner().invoke(app, list(args))
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def told(*args):
+    return json.loads(lean(*args, "--json"))
+
+
+def refused(*args):
+    with pytest.raises(UserError) as caught:
+        lean(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
