@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import numpy
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
@@ -58,11 +59,25 @@ def _attention(apart: bool):
     return call
 
 
+def _matmul(a: numpy.ndarray, b: numpy.ndarray, dtype: numpy.dtype | None = None) -> numpy.ndarray:
+    """a [..., rows, k] times b [..., k, cols], one k after the other in the elements' own arithmetic.
+
+    A BLAS may add in another order for another number of rows, so that a row's bits would depend on its company.
+    """
+    dtype = numpy.result_type(a, b) if dtype is None else numpy.dtype(dtype)
+    a, b = a.astype(dtype), b.astype(dtype)
+    out = numpy.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+    for k in range(a.shape[-1]):
+        out += a[..., k, None] * b[..., k, None, :]
+    return out
+
+
 @contextmanager
 def triton_kernels(*, apart: bool = False) -> Iterator[None]:
     """Inside, `lean.kernels.ops` runs the Triton kernels, interpreted; ``apart``: as in deterministic mode."""
     with (
         patch.dict(os.environ, TRITON_INTERPRET="1"),
+        patch.object(numpy, "matmul", _matmul),
         patch.multiple(tl, **_core),
         patch.multiple(tl.standard, **_standard),
         patch.object(torch.ops.lean, "kv_write", _kv_write),
