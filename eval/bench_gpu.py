@@ -119,9 +119,9 @@ class Run:
 
     def model(self) -> None:
         """Decode of a Llama with random weights, eager and, where the engine records them, from CUDA graphs."""
-        from lean.engine.engine import LLM  # after `interpret`, since it imports Triton
         from lean.eval.bench.gpu.model import random_llama, step_seconds
         from lean.eval.bench.peers import decode_room
+        from lean.llm import LLM  # after `interpret`, since it imports Triton
 
         layers, hidden, heads, kv_heads, vocabulary, context = self.plan.model
         modes = [True] if self.device.type == "cpu" else [True, False]  # of enforce_eager: only GPUs record steps

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lean.config import EngineConfig
-from lean.engine.engine import LLM
 from lean.engine.request import RequestOutput, SamplingParams
 from lean.errors import EngineError, run_main
+from lean.llm import LLM
 
 MAX_ALIVE = 200
 MODEL_LENGTH = 256

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from lean.cache.kv_cache import CacheUse
+from lean.cache.usage import CacheUse
 from lean.config import DEFAULT_MODEL, EngineConfig
-from lean.engine.engine import LLM
 from lean.errors import LeanError, run_main
 from lean.eval.corpus import python_docs
 from lean.eval.soak import resident_bytes, tiny_model
+from lean.llm import LLM
 from lean.model.load import LoadedModel
 from lean.report import start_up_line
 from lean.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from lean.eval.harness.cloze import TASKS_FOLDER
 from lean.eval.harness.find import MISSING, load_tasks
 
 if TYPE_CHECKING:
-    from lean.engine.engine import LLM
+    from lean.llm import LLM
 
 
 def run_tasks(

@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lean.config import EngineConfig
-    from lean.engine.engine import LLM
     from lean.engine.request import RequestOutput
+    from lean.llm import LLM
     from lean.sampling_params import SamplingParams
 
 __all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
 
 _HOME = {
-    "LLM": "engine.engine",
+    "LLM": "llm",
     "EngineConfig": "config",
     "RequestOutput": "engine.request",
     "SamplingParams": "sampling_params",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 
-from lean.errors import ConfigError, one_line
+from lean.errors import ConfigError
 from lean.kernels.layout import BLOCK_SIZES
 from lean.layer_formats import parse_formats, parse_layers, read_ranges
 from lean.quant.formats import BF16, NAMES
@@ -18,21 +17,6 @@ DEFAULT_CHAT_MAX_TOKENS = 1024
 DEFAULT_STEP_TOKENS = 512
 QUANTIZATIONS = ("bnb-4bit", "bnb-8bit")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_size(text: str) -> int:
-    """``512MiB``, ``1.5GB``, ``4096`` -> bytes. Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG]?i?[bB]?)\s*", text)
-    unit = match[2].upper() if match else ""
-    unit = unit + "IB" if unit in ("K", "M", "G") else unit + "B" if unit.endswith("I") else unit
-    if not match or unit not in _UNITS:
-        raise ConfigError(f"cannot read size {text!r}: write a number with KiB, MiB, GiB, KB, MB or GB, e.g. 512MiB")
-    size = float(match[1]) * _UNITS[unit]
-    if size > 2**62:
-        raise ConfigError(f"size {one_line(text, 30)!r} is beyond any memory: write e.g. 512MiB")
-    return int(size)
 
 
 def _is_of(value: object, annotation: str) -> bool:

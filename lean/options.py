@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lean.config import EngineConfig, parse_size
+from lean.config import EngineConfig
 from lean.errors import ConfigError, RequestError, one_line
 from lean.sampling_params import SamplingParams
+from lean.units import parse_size
 
 ENGINE_KEYS = tuple(item.name for item in fields(EngineConfig))
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))

@@ -22,7 +22,8 @@ import torch
 
 from lean.cache.block_manager import BlockManager
 from lean.cache.kv_cache import KVCache
-from lean.cache.plan import plan_cache, size_cache
+from lean.cache.plan import plan_cache
+from lean.cache.size import size_cache
 from lean.config import EngineConfig
 from lean.engine.request import Request
 from lean.engine.runner import Runner
@@ -35,7 +36,7 @@ from lean.sampling_params import SamplingParams
 from lean.store.pull import cache_dir
 
 if TYPE_CHECKING:
-    from lean.engine.engine import LLM
+    from lean.llm import LLM
 
 NUM_TOKENS = 288
 _VERSION = 2  # of the text, the limits and what is stored
@@ -118,7 +119,7 @@ def layer_formats_of(llm: LLM) -> list[tuple[str, str]]:
     """(K, V) format names that every layer of the engine really has."""
     formats = {}
     for group in llm.plan.groups:
-        layout = llm.plan.pools[group.pool].layouts[0]
+        layout = llm.plan.pools[group.pool_id].layouts[0]
         formats.update(dict.fromkeys(group.layers, (layout.k_format.name, layout.v_format.name)))
     return [formats[layer] for layer in sorted(formats)]
 
@@ -162,8 +163,7 @@ def probe_tokens(llm: LLM, token_ids: Sequence[int]) -> Probe:
 
     wanted, found = exact.runner.run([chunk], observe), sides[-1].runner.run([chunk])
     klds = []
-    for start in range(0, count, llm.model.logit_rows):
-        rows = slice(start, start + llm.model.logit_rows)
+    for rows in llm.model.logit_slices(count):
         p, q = (llm.logits(hidden[rows])[:, : llm.model.token_limit].log_softmax(-1) for hidden in (wanted, found))
         klds.append((p.exp() * (p - q)).sum(-1).double().cpu())
     return Probe([layers[layer] for layer in sorted(layers)], torch.cat(klds))
@@ -252,6 +252,6 @@ def _key(llm: LLM) -> str:
     config = llm.config
     parts = (
         _VERSION, stamps, str(llm.model.info.dtype), config.kv_dtype, config.kv_layers, config.kv_skip_layers,
-        config.window, config.sinks, llm.plan.residual_length, llm.kernels, llm.model.weights,
+        config.window, config.sinks, llm.plan.residual_length, llm.kernel_name, llm.model.weights,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

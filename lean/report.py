@@ -3,13 +3,14 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lean.cache.plan import ENDLESS, CachePlan, mib, plan_cache
+from lean.cache.plan import CachePlan, plan_cache
 from lean.config import EngineConfig
 from lean.errors import ConfigError
+from lean.units import ENDLESS, mib
 
 if TYPE_CHECKING:
-    from lean.engine.engine import LLM
     from lean.engine.request import RequestOutput
+    from lean.llm import LLM
     from lean.quant.weights import WeightUse
 
 
@@ -44,7 +45,7 @@ def start_up_line(llm: "LLM") -> str:
         f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}{weights}; "
         f"KV {formats}{residual}{window}, {plan.bytes_per_token:,} bytes/token; "
         f"{mib(full)} held at {length} (bf16 {mib(bf16)}, {bf16 / full:.2f}x); "
-        f"{mib(size.nbytes)} allocated, {fit}: {pools}; kernels: {llm.kernels}{mode}"
+        f"{mib(size.nbytes)} allocated, {fit}: {pools}; kernels: {llm.kernel_name}{mode}"
     )
 
 
@@ -119,7 +120,7 @@ def answer_report(llm: "LLM", outputs: "list[RequestOutput]", times: list[float]
             "prefill_tok_s": round(first.prompt_tokens / ttft, 2),
             "decode_tok_s": round((tokens - len(answers)) / decode, 2) if tokens > len(answers) else None,
         },
-        "kernels": llm.kernels,
+        "kernels": llm.kernel_name,
     }
     if llm.model.weights is not None:
         report["weights"] = weights_report(llm.model.weights)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from lean.engine.request import check_token_ids
 from lean.errors import EMPTY_PROMPT, RequestError
 
 if TYPE_CHECKING:
-    from lean.engine.engine import LLM
+    from lean.llm import LLM
 
 
 class TokenScores(NamedTuple):
@@ -63,18 +64,16 @@ def score_many(
     for ids in sequences:
         if not ids:
             raise RequestError(EMPTY_PROMPT)
-        if type(ids[-1]) is not int or not 0 <= ids[-1] < llm.model.vocab_size:
-            raise RequestError(f"token id {ids[-1]!r} is no integer from 0 to {llm.model.vocab_size - 1}")
+        check_token_ids(ids[-1:], llm.model.vocab_size)
     for index, ids in enumerate(sequences):
         if len(ids) == 1:
             yield index, scores[index]
     for run, position, hidden in llm.hidden_states_of([sequences[index][:-1] for index in running]):
         index = running[run]
         targets = torch.tensor(sequences[index][position + 1 : position + 1 + hidden.shape[0]], device=hidden.device)
-        for start in range(0, hidden.shape[0], llm.model.logit_rows):
-            part = slice(start, start + llm.model.logit_rows)
+        for part in llm.model.logit_slices(hidden.shape[0]):
             found = score_rows(llm, hidden[part], targets[part])
-            place = slice(position + start, position + start + len(found.logprobs))
+            place = slice(position + part.start, position + part.stop)
             scores[index].logprobs[place], scores[index].greedy[place] = found
         if progress is not None:
             progress(len(targets))

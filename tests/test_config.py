@@ -12,10 +12,10 @@ from lean.config import (
     DEFAULT_RESIDUAL_LENGTH,
     DEFAULT_SINKS,
     EngineConfig,
-    parse_size,
 )
-from lean.engine.engine import LLM
 from lean.engine.request import SamplingParams
+from lean.llm import LLM
+from lean.units import parse_size
 
 
 @pytest.mark.parametrize(

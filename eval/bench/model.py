@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from lean.config import EngineConfig
-from lean.engine.engine import LLM
 from lean.errors import UserError
 from lean.eval.bench.peers import Decoder, Lean, LlamaCpp, Transformers, decode_room
 from lean.eval.bench.timing import BenchRow, Timing, read_bandwidth, rows_beside_peers, seconds_of
 from lean.eval.corpus import python_docs
 from lean.layer_formats import parse_formats
+from lean.llm import LLM
 from lean.model.load import LoadedModel
 from lean.quant import BF16
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from lean.config import EngineConfig
-from lean.engine.engine import LLM
 from lean.errors import EngineError, UserError
+from lean.llm import LLM
 from lean.model.load import LoadedModel
 from lean.sampling_params import SamplingParams
 

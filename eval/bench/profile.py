@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 
 from lean.engine import engine as engine_module
-from lean.engine.engine import LLM
 from lean.eval.bench.model import bench_tokens
 from lean.eval.bench.peers import Lean
 from lean.eval.bench.timing import synchronize
+from lean.llm import LLM
 from lean.model import attention
 
 STEPS = 24
@@ -80,7 +80,7 @@ def _watched(llm: LLM, clock: _Clock) -> Iterator[None]:
         put(llm._runner, "batch", "scheduler")
         for name in ("schedule", "advance", "fork"):
             put(llm._scheduler, name, "scheduler")
-        put(engine_module, "draw", "sampling")
+        put(engine_module, "next_output", "sampling")
         yield
 
 

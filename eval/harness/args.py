@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from lean.config import EngineConfig, parse_size
-from lean.engine.engine import LLM
+from lean.config import EngineConfig
 from lean.errors import ConfigError, RequestError, one_line
+from lean.llm import LLM
 from lean.sampling_params import SamplingParams
+from lean.units import parse_size
 
 # Generation arguments that mean here what they mean there, beside do_sample, until and the names of max_gen_toks.
 SAMPLING_KEYS = (

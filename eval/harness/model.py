@@ -19,10 +19,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from lean.config import DEFAULT_MAX_TOKENS, DEFAULT_MODEL
-from lean.engine.engine import LLM
 from lean.errors import ConfigError, EngineError, RequestError, one_line
 from lean.eval.harness.args import engine_config, sampling_params
 from lean.eval.score.continuations import score_continuations
+from lean.llm import LLM
 from lean.report import kv_report
 
 log = logging.getLogger("lean")

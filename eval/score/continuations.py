@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lean.engine.engine import LLM
 from lean.errors import EMPTY_PROMPT, RequestError
+from lean.llm import LLM
 from lean.scoring import TokenScores, score_rows
 
 SEQUENCES_AT_ONCE = 1024  # handed to the engine together; it runs max_num_seqs of them and queues the rest

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from lean.config import EngineConfig
-from lean.engine.engine import LLM
 from lean.errors import EngineError
 from lean.eval.score.perplexity import Part, ScoredText, exp, mean_and_stderr
+from lean.llm import LLM
 from lean.model.load import LoadedModel
 from lean.sampling_params import SamplingParams
 

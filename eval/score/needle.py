@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from lean.engine.engine import LLM
 from lean.errors import EngineError, LeanError, RequestError
+from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 from lean.text.prompt import encode_prompt
 

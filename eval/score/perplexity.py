@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
-from lean.engine.engine import LLM
 from lean.errors import UserError
 from lean.eval.corpus import Corpus
+from lean.llm import LLM
 from lean.scoring import score_many
 
 BosRule = Literal["first", "every", "none"]

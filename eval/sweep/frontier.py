@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lean.cache.plan import mib
 from lean.eval.score.perplexity import in_words
 from lean.eval.sweep.cells import EXACT, Measured
+from lean.units import mib
 
 SIGMAS = 2.0
 KLD_LIMIT = 0.01

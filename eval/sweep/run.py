@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lean.cache.plan import CachePlan, plan_cache
 from lean.config import EngineConfig
-from lean.engine.engine import LLM
 from lean.errors import ConfigError, EngineError, UserError
 from lean.eval.corpus import Corpus
 from lean.eval.score.fidelity import Reference, compare, full_config, read_reference
@@ -20,6 +19,7 @@ from lean.eval.score.perplexity import ScoredText, prepare
 from lean.eval.sweep.cells import EXACT, CacheBytes, Cell, Impossible, Measured, Result, SweepFolder, open_folder
 from lean.eval.sweep.grid import NEEDLE_DEPTHS, NEEDLE_TRIALS, Grid, describe_sweep
 from lean.eval.sweep.speed import STEPS, SpeedMeter
+from lean.llm import LLM
 from lean.model.load import ModelInfo, inspect_model
 from lean.quant import BF16, raw_format
 from lean.store.source import ModelSource

@@ -4,8 +4,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from lean.engine.engine import LLM
 from lean.errors import EngineError
+from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 
 STEPS = 12

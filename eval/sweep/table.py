@@ -5,12 +5,12 @@ import io
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lean.cache.plan import mib
 from lean.eval.score.fidelity import Fidelity
 from lean.eval.score.perplexity import in_words
 from lean.eval.sweep.cells import Measured, to_json
 from lean.eval.sweep.frontier import Recommendation, frontier, recommend
 from lean.eval.sweep.run import Sweep
+from lean.units import mib
 
 
 @dataclass(frozen=True)

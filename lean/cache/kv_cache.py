@@ -1,13 +1,13 @@
 """The cache's tensors: one uint8 arena per pool, block-major, and the metadata that a step's attention reads."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lean.cache.block_manager import BlockCopy, BlockManager
-from lean.cache.plan import CacheGroup, CachePlan, CacheSize, LayerShape
+from lean.cache.block_manager import BlockCopy
+from lean.cache.plan import CacheGroup, CachePlan, LayerShape
+from lean.cache.size import CacheSize
 from lean.kernels.ops import LayerPool
 
 
@@ -22,18 +22,6 @@ class LayerCache:
     pool: LayerPool
     exact: LayerPool | None
     own_window: int
-
-
-class CountedLayers(dict[int, LayerCache]):
-    """Layers by index that count how often each is looked up."""
-
-    def __init__(self, layers: dict[int, LayerCache]) -> None:
-        super().__init__(layers)
-        self.count: Counter[int] = Counter()
-
-    def __getitem__(self, layer: int) -> LayerCache:
-        self.count[layer] += 1
-        return super().__getitem__(layer)
 
 
 class KVCache:
@@ -51,8 +39,8 @@ class KVCache:
         self.layers: dict[int, LayerCache] = {}
         for group in plan.groups:
             for layer in group.layers:
-                exact = None if group.exact_pool is None else self._share(group.exact_pool, layer)
-                self.layers[layer] = LayerCache(group, self._share(group.pool, layer), exact, shapes[layer].window)
+                exact = None if group.exact_pool_id is None else self._share(group.exact_pool_id, layer)
+                self.layers[layer] = LayerCache(group, self._share(group.pool_id, layer), exact, shapes[layer].window)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy whole blocks within their pools, in order."""
@@ -62,54 +50,3 @@ class KVCache:
     def _share(self, pool: int, layer: int) -> LayerPool:
         spec = self.plan.pools[pool]
         return LayerPool(self.arenas[pool], spec.layouts[spec.layers.index(layer)], spec.offset(layer))
-
-
-@dataclass(frozen=True)
-class PoolUse:
-    """What one pool holds at one moment; a row of ``kv.pools`` in reports. Bytes are those of its blocks in use."""
-
-    layers: list[int]
-    format: str
-    exact: bool
-    window: int
-    sinks: int
-    bytes_per_token: int
-    num_blocks: int
-    blocks_used: int
-    tokens_held: int
-    bytes_held: int
-
-
-@dataclass(frozen=True)
-class CacheUse:
-    """What the cache holds at one moment.
-
-    ``bytes_held`` is what the blocks in use really occupy, exact copies included; ``bytes_if_bf16`` is for the same
-    tokens in bf16, without blocks.
-    """
-
-    tokens_held: int
-    bytes_held: int
-    bytes_if_bf16: int
-    pools: list[PoolUse]
-
-
-def cache_use(plan: CachePlan, manager: BlockManager) -> CacheUse:
-    """Occupancy of all pools at this moment."""
-    pools = [
-        PoolUse(
-            layers=list(spec.layers),
-            format=spec.name,
-            exact=spec.exact,
-            window=spec.window,
-            sinks=spec.num_sink_tokens,
-            bytes_per_token=spec.bytes_per_token,
-            num_blocks=pool.num_blocks,
-            blocks_used=pool.num_used,
-            tokens_held=manager.tokens_kept(index),
-            bytes_held=pool.num_used * spec.block_bytes,
-        )
-        for index, (spec, pool) in enumerate(zip(plan.pools, manager.pools))
-    ]
-    bf16 = sum(use.tokens_held * spec.bytes_per_token_bf16 for use, spec in zip(pools, plan.pools) if not spec.exact)
-    return CacheUse(manager.tokens_held(), sum(pool.bytes_held for pool in pools), bf16, pools)

@@ -19,7 +19,7 @@ from lean.engine.request import RequestOutput, SamplingParams
 from lean.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
-    from lean.engine.engine import LLM
+    from lean.llm import LLM
 
 LINE_EVERY_S = 10.0  # progress where there is no terminal
 WORST_FIRST = ("error", "abort", "length", "stop")

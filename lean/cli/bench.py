@@ -17,8 +17,8 @@ from lean.layer_formats import parse_formats
 from lean.quant.formats import BF16
 
 if TYPE_CHECKING:
-    from lean.engine.engine import LLM
     from lean.eval.bench.timing import BenchRow
+    from lean.llm import LLM
     from lean.options import Options
 
 app = typer.Typer(

@@ -16,7 +16,7 @@ from lean.text.prompt import encode_chat, encode_next_turn
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lean.engine.engine import LLM
+    from lean.llm import LLM
 
 HELP = """\
 /reset      forget the conversation
@@ -176,7 +176,7 @@ def _print_answer(chat: Conversation, text: str, stats: dict[str, Any], console:
 
 
 def _describe(chat: Conversation, stats: dict[str, Any]) -> str:
-    from lean.cache.plan import mib
+    from lean.units import mib
 
     use = chat.llm.stats()
     speed = f", {stats['tokens'] / stats['seconds']:.1f} tokens/s" if stats["seconds"] else ""

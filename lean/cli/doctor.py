@@ -82,8 +82,8 @@ def _cpu_facts() -> str:
 
 def devices() -> Iterator[Finding]:
     """What can compute here, and how much memory is free."""
-    from lean.cache.plan import mib
     from lean.device import free_bytes
+    from lean.units import mib
 
     yield Finding("cpu", "ok", f"{_cpu_facts()}; {mib(free_bytes(torch.device('cpu')))} free")
     if not torch.cuda.is_available():
@@ -105,7 +105,7 @@ def devices() -> Iterator[Finding]:
 
 def storage() -> Iterator[Finding]:
     """Where lean keeps models and verdicts."""
-    from lean.cache.plan import mib
+    from lean.units import mib
 
     folder = cache_dir()
     there = folder

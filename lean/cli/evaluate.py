@@ -14,8 +14,8 @@ from lean.cli.terminal import stderr
 from lean.errors import UserError
 
 if TYPE_CHECKING:
-    from lean.engine.engine import LLM
     from lean.eval.corpus import Corpus
+    from lean.llm import LLM
     from lean.options import Options
 
 app = typer.Typer(
@@ -69,7 +69,7 @@ def config_report(llm: "LLM") -> dict[str, Any]:
         "model": llm.model.info.source.name,
         "model_dtype": str(llm.model.info.dtype).removeprefix("torch."),
         "device": str(llm.model.device),
-        "kernels": llm.kernels,
+        "kernels": llm.kernel_name,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

@@ -70,8 +70,8 @@ def ppl(
 
 
 def _print_ppl(report: dict[str, Any], curve: "Perplexity | None") -> None:
-    from lean.cache.plan import mib
     from lean.eval.score.perplexity import in_words
+    from lean.units import mib
 
     error = "" if report["token_ppl"] is None else f" ± {report['token_ppl_stderr']:.4f}"
     print(f"token perplexity {in_words(report['token_ppl'])}{error}")
@@ -123,7 +123,6 @@ def kld(
         return
     if greedy < 0 or greedy_tokens < 1:
         raise UserError(f"--greedy {greedy} prompts of --greedy-tokens {greedy_tokens}: give positive numbers")
-    from lean.engine.engine import LLM
     from lean.eval.score.fidelity import (
         compare,
         divergence,
@@ -134,6 +133,7 @@ def kld(
         read_reference,
     )
     from lean.eval.score.perplexity import prepare
+    from lean.llm import LLM
     from lean.model.load import inspect_model
     from lean.store.source import resolve
 

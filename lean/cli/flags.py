@@ -14,7 +14,7 @@ from lean.cli.terminal import stderr
 from lean.config import DEFAULT_MODEL, KV_DTYPE_HELP, EngineConfig
 
 if TYPE_CHECKING:
-    from lean.engine.engine import LLM
+    from lean.llm import LLM
     from lean.options import Options
     from lean.store.source import ModelSource
 
@@ -159,7 +159,7 @@ def choose_model(model: str | None) -> str:
 
 def start(name: str, source: "ModelSource", options: "Options") -> "LLM":
     """Load a model, and say what really applies."""
-    from lean.engine.engine import LLM
+    from lean.llm import LLM
     from lean.report import start_up_line
 
     compiling = ", and compiling its decode steps" if options.engine.compile else ""

@@ -57,8 +57,8 @@ def models(json: Json = False) -> None:
 @app.command()
 def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `lean models` shows.")]) -> None:
     """Delete a model from this machine."""
-    from lean.cache.plan import mib
     from lean.store.installed import remove_model
+    from lean.units import mib
 
     stderr.print(f"{name} removed, {mib(remove_model(name))} freed")
 

@@ -14,7 +14,7 @@ from lean.config import DEFAULT_CHAT_MAX_TOKENS, DEFAULT_MAX_TOKENS
 from lean.errors import EMPTY_PROMPT, LeanError, UserError
 
 if TYPE_CHECKING:
-    from lean.engine.engine import LLM
+    from lean.llm import LLM
     from lean.options import Options
     from lean.store.source import ModelSource
 

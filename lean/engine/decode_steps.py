@@ -156,7 +156,7 @@ class DecodeBatch:
         for pool, (slots, tables) in enumerate(zip(self._slots, self._tables)):
             slots.values[rest] = -1
             for row, chunk in enumerate(chunks):
-                table = self._manager.table(chunk.request.id, pool)
+                table = self._manager.table(chunk.request.seq_id, pool)
                 tables.values[row, : len(table)] = numpy.frombuffer(table, numpy.int32)
                 tables.values[row, len(table) :] = 0
                 slots.values[row] = table[chunk.start // size] * size + chunk.start % size

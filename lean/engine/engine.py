@@ -11,13 +11,15 @@ from dataclasses import replace
 import torch
 
 from lean.cache.block_manager import BlockManager
-from lean.cache.kv_cache import CacheUse, KVCache, cache_use
-from lean.cache.plan import CacheSize, plan_cache, size_cache
+from lean.cache.kv_cache import KVCache
+from lean.cache.plan import plan_cache
+from lean.cache.size import CacheSize, size_cache
+from lean.cache.usage import CacheUse, cache_use
 from lean.config import EngineConfig
 from lean.device import cache_share, choose_device, free_bytes
 from lean.engine.decode_steps import CudaGraphs, keep_compiled_code
-from lean.engine.outputs import draw, end, joined, score_prompt
-from lean.engine.request import FinishReason, Request, RequestOutput
+from lean.engine.outputs import joined, last_output, next_output, score_prompt
+from lean.engine.request import FinishReason, Request, RequestOutput, check_token_ids
 from lean.engine.runner import Runner
 from lean.engine.sampler import Sampler
 from lean.engine.scheduler import Chunk, Scheduler
@@ -74,7 +76,7 @@ class LLM:
                 model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
             info = inspect_model(model, config.dtype, config.trust_remote_code, config.quantization)
         try:
-            self.kernels = backend(device)
+            self.kernel_name = backend(device)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         # What configuration and machine decide is refused before the weights are read.
@@ -115,7 +117,7 @@ class LLM:
         self.cuda_graphs = not config.enforce_eager and is_recordable(device)
         self.graph_bytes = 0  # memory that CUDA graphs take
         if device.type == "cuda" and not (self.cuda_graphs or config.enforce_eager):
-            self.notes.append(f"no CUDA graphs with these kernels ({self.kernels}): decode steps run eagerly")
+            self.notes.append(f"no CUDA graphs with these kernels ({self.kernel_name}): decode steps run eagerly")
         if config.compile or self.cuda_graphs:
             self._prepare_decode(device)
         self.load_s = time.perf_counter() - started
@@ -179,9 +181,7 @@ class LLM:
         if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, Sequence):
             raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt_token_ids).__name__}")
         ids = list(prompt_token_ids)
-        for token in ids:
-            if type(token) is not int or not 0 <= token < self.model.vocab_size:
-                raise RequestError(f"token id {token!r} is no integer from 0 to {self.model.vocab_size - 1}")
+        check_token_ids(ids, self.model.vocab_size)
         params = self._resolve(params or SamplingParams(), len(ids))
         if params.prompt_logprobs is not None and max(ids, default=0) >= self.model.token_limit:
             raise RequestError(f"token id {max(ids)} is padding of the vocabulary and has no log-probability")
@@ -209,10 +209,10 @@ class LLM:
             request.siblings = family[1:]
             request.keep_cache, request.continues = keep_cache, continues
             self._scheduler.add(request)
-            self._requests[request.group] = family
+            self._requests[request.request_id] = family
             if inbox is not None:
-                self._inbox[request.group] = inbox
-        return request.group
+                self._inbox[request.request_id] = inbox
+        return request.request_id
 
     def _resolve(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
         """Fill what is None from the model's defaults, and end with the model's length."""
@@ -317,7 +317,7 @@ class LLM:
         for index, chunk in enumerate(chunks):
             if index in drawn and healthy[index]:
                 for request in self._scheduler.fork(chunk.request):
-                    self._emit(request, draw(request, drawn[index], self.model.eos_token_ids))
+                    self._emit(request, next_output(request, drawn[index], self.model.eos_token_ids))
             elif chunk.request.keep_hidden and healthy[index]:
                 self._keep(chunk, rows[index])
 
@@ -327,7 +327,7 @@ class LLM:
         new = rows[max(0, request.num_hidden - chunk.start) :]
         request.num_hidden += len(new)
         reason: FinishReason | None = "length" if chunk.completes else None
-        self._emit(request, replace(end(request, reason), hidden=new))
+        self._emit(request, replace(last_output(request, reason), hidden=new))
 
     def _fail(self, chunk: Chunk) -> None:
         layer = self._runner.first_bad_layer(chunk)
@@ -340,20 +340,20 @@ class LLM:
             self._end(request, "error", error)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        self._emit(request, end(request, reason, error))
+        self._emit(request, last_output(request, reason, error))
 
     def _emit(self, request: Request, output: RequestOutput) -> None:
         """Hand an output to whoever waits for it; the last one takes its request out."""
-        inbox = self._inbox.get(request.group, self._outbox)
+        inbox = self._inbox.get(request.request_id, self._outbox)
         inbox.append(output)
         if output.finish_reason is not None:
             self._scheduler.finish(request, output.finish_reason, output.error)
-            family = self._requests[request.group]
+            family = self._requests[request.request_id]
             family.remove(request)
             if not family:
-                del self._requests[request.group]
+                del self._requests[request.request_id]
                 if isinstance(inbox, deque) and inbox.maxlen == 0:  # forgotten
-                    self._inbox.pop(request.group, None)
+                    self._inbox.pop(request.request_id, None)
 
     # --- what people call ---
 

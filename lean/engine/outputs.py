@@ -11,7 +11,7 @@ from lean.engine.sampler import token_logprobs
 from lean.engine.scheduler import Chunk
 
 
-def draw(request: Request, logits: torch.Tensor, eos_token_ids: Collection[int]) -> RequestOutput:
+def next_output(request: Request, logits: torch.Tensor, eos_token_ids: Collection[int]) -> RequestOutput:
     """Sample a request's next token from ``logits`` [vocab] and say what came of it.
 
     The request gets the token; taking an ended one out is the caller's.
@@ -36,7 +36,7 @@ def draw(request: Request, logits: torch.Tensor, eos_token_ids: Collection[int])
     logprobs = None if params.logprobs is None else token_logprobs(logits[None], [token], params.logprobs)
     first = len(request.output_token_ids) == 1 and params.prompt_logprobs is not None
     return RequestOutput(
-        request.group,
+        request.request_id,
         text,
         [token],
         len(request.prompt_token_ids),
@@ -48,13 +48,13 @@ def draw(request: Request, logits: torch.Tensor, eos_token_ids: Collection[int])
     )
 
 
-def end(request: Request, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
+def last_output(request: Request, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
     """An output without a token, the last one where there is a ``reason``: aborted, failed, or scored to its end."""
     text = ""
     if request.detokenizer is not None:
         text = request.stop_strings.add(request.detokenizer.finish()) + request.stop_strings.finish()
     prompt = len(request.prompt_token_ids)
-    return RequestOutput(request.group, text, [], prompt, reason, error, request.index)
+    return RequestOutput(request.request_id, text, [], prompt, reason, error, request.index)
 
 
 def score_prompt(chunk: Chunk, hidden: torch.Tensor, runner: Runner, token_limit: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lean.errors import RequestError, one_line
 from lean.sampling_params import SamplingParams
 from lean.text.detokenizer import Detokenizer
 from lean.text.stop_strings import StopStrings
@@ -19,16 +21,23 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 __all__ = ["FinishReason", "Request", "RequestOutput", "SamplingParams"]
 
 
+def check_token_ids(token_ids: Sequence[object], vocab_size: int) -> None:
+    """Raise RequestError unless every entry is an integer from 0 to ``vocab_size`` - 1, the rows of the embedding."""
+    for token in token_ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise RequestError(f"token id {one_line(repr(token), 40)}: must be an integer from 0 to {vocab_size - 1}")
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence on its way through the engine. Written by the engine and the scheduler only.
 
     Attributes:
-        id: of this sequence, in order of arrival.
-        group: the id that the caller knows; ``index`` counts the n sequences of one group.
+        seq_id: the id of this sequence, in order of arrival.
+        request_id: the id that the caller knows; ``index`` counts the n sequences of one request.
         sampler, detokenizer, stop_strings: make tokens and text; None for a scoring request.
         keep_hidden: scoring: every row's last hidden state is wanted, nothing is sampled.
-        siblings: sequences of the group that start as forks when the prompt is computed.
+        siblings: sequences of the same request that start as forks when the prompt is computed.
         keep_cache: K/V stay in the cache after the end, for a request that continues this one.
         continues: the kept sequence whose K/V this one may reuse.
         num_computed_tokens: tokens whose K/V are in the cache.
@@ -36,10 +45,10 @@ class Request:
         prompt_logprobs: of the prompt's tokens so far, None for the first; empty where not asked for.
     """
 
-    id: int
+    seq_id: int
     prompt_token_ids: list[int]
     params: SamplingParams
-    group: int = -1
+    request_id: int = -1
     index: int = 0
     sampler: Sampler | None = None
     detokenizer: Detokenizer | None = None

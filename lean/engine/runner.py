@@ -35,7 +35,7 @@ class Runner:
         self.position_offset = 0  # added to every position the rotary sees; attention is relative, so tests can move it
         self.decode_steps: DecodeSteps | None = None  # given where decode steps are compiled or recorded
 
-    def _kernels(self, rows: int) -> AbstractContextManager:
+    def _matmul_backend(self, rows: int) -> AbstractContextManager:
         """With which kernels torch multiplies ``rows`` rows."""
         if self._deterministic:
             return onednn_as_it_is()
@@ -44,7 +44,7 @@ class Runner:
     @contextmanager
     def _products(self, rows: int) -> Iterator[None]:
         """How ``rows`` rows are multiplied with the weights."""
-        with self._kernels(rows), RowTiledProducts() if self._deterministic else nullcontext():
+        with self._matmul_backend(rows), RowTiledProducts() if self._deterministic else nullcontext():
             yield
 
     @torch.inference_mode()
@@ -91,7 +91,7 @@ class Runner:
         blocks, slots_in_block = positions // size, positions % size
         slots, tables = [], []
         for pool in range(len(self._manager.pools)):
-            ids = [numpy.frombuffer(self._manager.table(c.request.id, pool), numpy.int32) for c in chunks]
+            ids = [numpy.frombuffer(self._manager.table(c.request.seq_id, pool), numpy.int32) for c in chunks]
             table = numpy.zeros((len(chunks), max(map(len, ids))), numpy.int32)
             for row, own in zip(table, ids):
                 row[: len(own)] = own
@@ -121,7 +121,7 @@ class Runner:
         self._manager.copies.clear()
         steps = self.decode_steps
         if steps is not None and observer is None and not self.position_offset and steps.takes(chunks):
-            with self._kernels(len(chunks)):  # row tiles are part of a compiled step
+            with self._matmul_backend(len(chunks)):  # row tiles are part of a compiled step
                 return steps.run(chunks, self._shifts([chunk.start for chunk in chunks]))
         batch = replace(self.batch(chunks), observer=observer)
         ids = [token for chunk in chunks for token in chunk.token_ids]
@@ -146,7 +146,7 @@ class Runner:
         batch = self.batch([chunk])
         for index, layer in sorted(self.cache.layers.items()):
             pool = layer.pool
-            k, v = read_slots(pool.arena, pool.layout, pool.offset, batch.slot_mapping[layer.group.pool])
+            k, v = read_slots(pool.arena, pool.layout, pool.offset, batch.slot_mapping[layer.group.pool_id])
             if not (k.isfinite().all() and v.isfinite().all()):
                 return index
         return None

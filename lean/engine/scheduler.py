@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from lean.cache.block_manager import BlockManager
-from lean.cache.plan import CacheSize
+from lean.cache.size import CacheSize
 from lean.config import EngineConfig
 from lean.engine.request import FinishReason, Request
 from lean.errors import EMPTY_PROMPT, EngineError, RequestError
@@ -101,7 +101,7 @@ class Scheduler:
             known, most = blocks_for(request.num_tokens), blocks_for(request.max_num_tokens)
             return min(known + 1, max(known, most)) - blocks_for(held)
 
-        still = sum(soon(r, num_tokens(r.id)) for r in self.running)
+        still = sum(soon(r, num_tokens(r.seq_id)) for r in self.running)
         need = soon(request, self._reusable(request))
         free = self._manager.pools[self._unbounded].num_free
         for seq_id in self.kept:
@@ -135,7 +135,7 @@ class Scheduler:
         if request.continues is None:
             return True
         if reusable:
-            self._manager.fork(request.continues, request.id)
+            self._manager.fork(request.continues, request.seq_id)
             request.num_computed_tokens = request.num_cached_tokens = reusable
             self._resume_at(request, reusable)
         self.release(request.continues)
@@ -159,31 +159,31 @@ class Scheduler:
             end = min(request.num_tokens, start + min(self._config.prefill_chunk, budget))
             if not self._make_room(request, end - start):
                 break
-            self._manager.append(request.id, end - start)
+            self._manager.append(request.seq_id, end - start)
             chunks.append(Chunk(request, start, end, end == request.num_tokens))
             budget -= end - start
         return chunks
 
     def _resume_at(self, request: Request, start: int) -> None:
         """Let a request go on at token ``start``; from the beginning where what that token sees is gone."""
-        if self._manager.num_tokens(request.id) == start:
+        if self._manager.num_tokens(request.seq_id) == start:
             return
         try:
-            self._manager.truncate(request.id, start)
+            self._manager.truncate(request.seq_id, start)
             request.num_computed_tokens = start
         except ValueError:
-            self._manager.free(request.id)
+            self._manager.free(request.seq_id)
             request.num_computed_tokens = request.num_cached_tokens = 0
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Free blocks until the request can go on; False where it had to give way itself."""
-        while not self._manager.can_append(request.id, num_tokens):
+        while not self._manager.can_append(request.seq_id, num_tokens):
             if self.kept:
                 self.release(next(iter(self.kept)))
                 continue
             victim = self.running[-1]
             if victim is self.running[0]:
-                raise EngineError(f"request {request.id} does not fit into an empty cache")
+                raise EngineError(f"request {request.seq_id} does not fit into an empty cache")
             self._preempt(victim)
             if victim is request:
                 return False
@@ -191,7 +191,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take everything from the youngest running request and let it wait, before all others, to start again."""
-        self._manager.free(request.id)
+        self._manager.free(request.seq_id)
         request.num_computed_tokens = request.num_cached_tokens = 0
         self.running.remove(request)
         self.waiting.appendleft(request)
@@ -199,19 +199,19 @@ class Scheduler:
 
     def take_back(self, chunk: Chunk) -> None:
         """The step of this chunk failed: give its blocks back, so that it can be scheduled again."""
-        self._manager.truncate(chunk.request.id, chunk.start)
+        self._manager.truncate(chunk.request.seq_id, chunk.start)
 
     def advance(self, chunk: Chunk) -> None:
         """The chunk has run: count it, and free what no later token can see."""
         chunk.request.num_computed_tokens = chunk.end
-        self._manager.evict(chunk.request.id)
+        self._manager.evict(chunk.request.seq_id)
 
     def fork(self, request: Request) -> list[Request]:
         """Let the siblings of a request whose prompt is computed run beside it; returns all of them, it first."""
         family = [request, *request.siblings]
         request.siblings = []
         for sibling in family[1:]:
-            self._manager.fork(request.id, sibling.id)
+            self._manager.fork(request.seq_id, sibling.seq_id)
             sibling.num_computed_tokens = request.num_computed_tokens
             sibling.num_cached_tokens = request.num_cached_tokens
             sibling.prompt_logprobs = list(request.prompt_logprobs)
@@ -228,10 +228,10 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        if request.keep_cache and reason != "error" and self._manager.num_tokens(request.id):
-            self.kept[request.id] = request.tokens(0, request.num_tokens)
+        if request.keep_cache and reason != "error" and self._manager.num_tokens(request.seq_id):
+            self.kept[request.seq_id] = request.tokens(0, request.num_tokens)
         else:
-            self._manager.free(request.id)
+            self._manager.free(request.seq_id)
 
     def release(self, seq_id: int) -> None:
         """Forget a kept sequence; unknown ones are ignored."""

@@ -1,9 +1,11 @@
 """What is tried once at load, so that a model that does not fit fails there and not in somebody's request."""
 
+from collections import Counter
+
 import torch
 
 from lean.cache.block_manager import BlockManager
-from lean.cache.kv_cache import CountedLayers
+from lean.cache.kv_cache import LayerCache
 from lean.engine.request import Request
 from lean.engine.runner import Runner
 from lean.engine.scheduler import Chunk
@@ -17,6 +19,18 @@ _NUM_TOKENS = 2
 _POSITION, _SHIFT = 1000, 700
 
 
+class _CountedLayers(dict[int, LayerCache]):
+    """Layers by index that count how often each is looked up."""
+
+    def __init__(self, layers: dict[int, LayerCache]) -> None:
+        super().__init__(layers)
+        self.count: Counter[int] = Counter()
+
+    def __getitem__(self, layer: int) -> LayerCache:
+        self.count[layer] += 1
+        return super().__getitem__(layer)
+
+
 def try_layers(runner: Runner, manager: BlockManager) -> None:
     """Run two tokens. Raises ModelError.
 
@@ -24,9 +38,9 @@ def try_layers(runner: Runner, manager: BlockManager) -> None:
     """
     probe = Request(_SEQ_ID, [0, 0], SamplingParams())
     name, layers = runner.model.info.source.name, runner.cache.layers
-    calls = runner.cache.layers = CountedLayers(layers)
+    calls = runner.cache.layers = _CountedLayers(layers)
     try:
-        manager.append(probe.id, 2)
+        manager.append(probe.seq_id, 2)
         runner.logits(runner.run([Chunk(probe, 0, 2, True)]))
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
@@ -36,7 +50,7 @@ def try_layers(runner: Runner, manager: BlockManager) -> None:
         raise ModelError(f"{name}: cannot run on lean's cache: {one_line(error)}") from error
     finally:
         runner.cache.layers = layers
-        manager.free(probe.id)
+        manager.free(probe.seq_id)
     for layer in layers:
         if calls.count[layer] != 1:
             raise ModelError(f"{name}: layer {layer} attends {calls.count[layer]} times a step, lean serves once")
@@ -87,9 +101,9 @@ def _lone_queries(runner: Runner, manager: BlockManager, position: int) -> dict[
     try:
         for part in range(_NUM_TOKENS):
             probe = Request(_SEQ_ID, [(part + 1) * runner.model.token_limit // (_NUM_TOKENS + 1)], SamplingParams())
-            manager.append(probe.id, 1)
+            manager.append(probe.seq_id, 1)
             runner.run([Chunk(probe, 0, 1, True)], observe)
-            manager.free(probe.id)
+            manager.free(probe.seq_id)
     finally:
         runner.position_offset = 0
         manager.free(_SEQ_ID)

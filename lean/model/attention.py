@@ -66,14 +66,14 @@ Observer = Callable[[LayerInputs, torch.Tensor], torch.Tensor]
 def attend(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> torch.Tensor:
     """Write a layer's new K/V into its cache, then attend to what the cache holds: [num_tokens, num_q_heads, v_dim]."""
     group = layer.group
-    kv_write(layer.pool, inputs.key, inputs.value, batch.slot_mapping[group.pool])
-    if layer.exact is not None and group.exact_pool is not None:
-        kv_write(layer.exact, inputs.key, inputs.value, batch.slot_mapping[group.exact_pool])
+    kv_write(layer.pool, inputs.key, inputs.value, batch.slot_mapping[group.pool_id])
+    if layer.exact is not None and group.exact_pool_id is not None:
+        kv_write(layer.exact, inputs.key, inputs.value, batch.slot_mapping[group.exact_pool_id])
     turn = batch.sink_turn if group.num_sink_tokens else None
     return paged_attention(
         inputs.query,
         layer.pool,
-        batch.block_tables[group.pool],
+        batch.block_tables[group.pool_id],
         batch.query_start_loc,
         batch.seq_lens,
         scale=inputs.scale,
@@ -82,7 +82,7 @@ def attend(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> tor
         num_sink_tokens=group.num_sink_tokens,
         query_sink=None if turn is None else turn(inputs.query),
         exact=layer.exact,
-        exact_block_tables=None if group.exact_pool is None else batch.block_tables[group.exact_pool],
+        exact_block_tables=None if group.exact_pool_id is None else batch.block_tables[group.exact_pool_id],
         residual_length=group.residual_length,
         num_exact_sinks=group.num_exact_sinks,
         sink_logits=inputs.sink_logits,

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from lean.sampling_params import SamplingParams
 from lean.store.checkpoint import check_checkpoint, read_header
 from lean.store.gguf import load_gguf_tokenizer
 from lean.store.source import ModelSource
+from lean.units import ENDLESS
 
 log = logging.getLogger("lean")
 T = TypeVar("T")
@@ -58,11 +59,11 @@ class ModelInfo:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Positions the model is made for; dynamic NTK stretches them by its factor, and 2^31 stands for no limit."""
+        """Positions the model is made for; dynamic NTK stretches them, ENDLESS stands for no limit."""
         limit = getattr(self.config, "max_position_embeddings", None)
         rope = getattr(self.config, "rope_parameters", None) or {}
         stretch = rope.get("factor", 1) if rope.get("rope_type") == "dynamic" else 1
-        return 2**31 if limit is None else int(limit * stretch)
+        return ENDLESS if limit is None else int(limit * stretch)
 
 
 def _hub_arguments(source: ModelSource) -> dict[str, Any]:
@@ -282,6 +283,11 @@ class LoadedModel:
     def logit_rows(self) -> int:
         """Rows of logits that exist at once when many are wanted; fewer where the vocabulary is large."""
         return max(1, min(_LOGIT_ROWS, _LOGITS // self.vocab_size))
+
+    def logit_slices(self, num_rows: int) -> Iterator[slice]:
+        """Slices that cover ``num_rows`` rows, each of at most `logit_rows`."""
+        step = self.logit_rows
+        return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **batch: Any) -> torch.Tensor:
         """input_ids, position_ids [1, tokens] -> [tokens, hidden_size] after the last norm."""

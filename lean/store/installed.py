@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lean.cache.plan import mib
 from lean.errors import ModelError, one_line
 from lean.store.checkpoint import CONFIG, INDEX, SINGLE
 from lean.store.pull import ARTEFACTS, MANIFEST, _exclusive, _is_complete, cache_dir
 from lean.store.source import HUB_ID
+from lean.units import mib
 
 log = logging.getLogger("lean")
 

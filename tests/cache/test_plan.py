@@ -8,7 +8,8 @@ from helpers import refusal
 from hypothesis import given, settings
 
 from lean.cache.block_manager import BlockManager
-from lean.cache.plan import LayerShape, plan_cache, size_cache
+from lean.cache.plan import LayerShape, plan_cache
+from lean.cache.size import size_cache
 from lean.config import EngineConfig
 from lean.engine.request import Request, SamplingParams
 from lean.engine.scheduler import Scheduler
@@ -40,14 +41,14 @@ def test_layers_are_grouped_by_window():
     assert [group.layers for group in p.groups] == [(5, 11), (0, 1, 2, 3, 4, 6, 7, 8, 9, 10)]
     assert all(layer in group_of(p, layer).layers for layer in range(12))
     for group in p.groups:
-        assert p.pools[group.pool].layers == p.pools[group.exact_pool].layers == group.layers
-    assert sorted(i for group in p.groups for i in (group.pool, group.exact_pool)) == list(range(len(p.pools)))
+        assert p.pools[group.pool_id].layers == p.pools[group.exact_pool_id].layers == group.layers
+    assert sorted(i for group in p.groups for i in (group.pool_id, group.exact_pool_id)) == list(range(len(p.pools)))
 
 
 def test_every_group_with_a_residual_has_an_exact_pool_of_that_window_and_those_sinks():
     p = plan(GEMMA, kv_residual_length=32, sinks=7)
     for group in p.groups:
-        pool, exact = p.pools[group.pool], p.pools[group.exact_pool]
+        pool, exact = p.pools[group.pool_id], p.pools[group.exact_pool_id]
         assert (group.residual_length, group.num_exact_sinks) == (32, 7)
         assert (pool.window, pool.num_sink_tokens, pool.exact) == (group.window, 0, False)
         assert (exact.window, exact.num_sink_tokens, exact.exact) == (32, 7, True)
@@ -66,7 +67,7 @@ def test_exact_pools_hold_the_model_dtype_in_the_basis_of_the_quantized_pool(kv_
 def test_without_a_residual_there_is_one_pool(config):
     p = plan(**config)
     assert len(p.pools) == 1
-    assert (p.groups[0].exact_pool, p.groups[0].residual_length, p.groups[0].num_exact_sinks) == (None, 0, 0)
+    assert (p.groups[0].exact_pool_id, p.groups[0].residual_length, p.groups[0].num_exact_sinks) == (None, 0, 0)
     assert (p.residual_length, p.num_exact_sinks) == (0, 0)
 
 
@@ -76,11 +77,11 @@ def test_a_window_within_the_residual_runs_exact_and_says_so():
     (note,) = p.notes
     assert all(word in note for word in ("64", "fp32", "residual"))
     exact = group_of(p, 0)
-    assert (exact.residual_length, exact.exact_pool) == (0, None)
-    assert {fmt for layout in p.pools[exact.pool].layouts for fmt in (layout.k_format, layout.v_format)} == {FP32}
-    assert not p.pools[exact.pool].exact
+    assert (exact.residual_length, exact.exact_pool_id) == (0, None)
+    assert {fmt for layout in p.pools[exact.pool_id].layouts for fmt in (layout.k_format, layout.v_format)} == {FP32}
+    assert not p.pools[exact.pool_id].exact
     for layer in (1, 2):
-        pool = p.pools[group_of(p, layer).pool]
+        pool = p.pools[group_of(p, layer).pool_id]
         assert (pool.layouts[0].k_format, pool.layouts[0].v_format) == (INT8, INT8)
 
 
@@ -235,7 +236,7 @@ def test_no_pool_runs_dry_whatever_the_schedule(data):
             if chunk.completes:
                 chunk.request.output_token_ids.append(0)
                 if len(chunk.request.output_token_ids) == chunk.request.params.max_tokens or draw(st.booleans()):
-                    scheduler.finish(left.pop(chunk.request.id), "stop")
+                    scheduler.finish(left.pop(chunk.request.seq_id), "stop")
         manager.check_integrity()
     assert not scheduler.num_preemptions or any(not rule.bounded for rule in s.rules)
     assert all(pool.num_used == 0 for pool in manager.pools)

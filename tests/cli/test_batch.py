@@ -17,10 +17,10 @@ from lean.cli.batch import BatchSummary, run_batch
 from lean.cli.batch_results import read_done
 from lean.cli.batch_rows import Row, read_rows
 from lean.config import EngineConfig
-from lean.engine.engine import LLM
 from lean.engine.request import RequestOutput, SamplingParams
 from lean.engine.sampler import TokenLogprob
 from lean.errors import EngineError, LeanError, RequestError
+from lean.llm import LLM
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 

@@ -13,9 +13,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from lean.config import EngineConfig
-from lean.engine.engine import LLM, _finite
+from lean.engine.engine import _finite
 from lean.engine.request import SamplingParams
 from lean.errors import EngineError
+from lean.llm import LLM
 
 KINDS = ("llama", "gemma3")
 PROMPT = tokens(40)

@@ -4,11 +4,12 @@ import pytest
 from helpers import refusal
 
 from lean.cache.block_manager import BlockManager
-from lean.cache.plan import LayerShape, plan_cache, size_cache
+from lean.cache.plan import LayerShape, plan_cache
+from lean.cache.size import size_cache
 from lean.config import EngineConfig
-from lean.engine.engine import LLM
 from lean.engine.request import Request, SamplingParams
 from lean.engine.scheduler import Scheduler
+from lean.llm import LLM
 from lean.quant import FP32
 
 SMALL_POOL = {"block_size": 16, "num_blocks": 8, "kv_residual_length": 0}
@@ -40,9 +41,9 @@ class Course:
                 request.output_token_ids += [7] * (not request.keep_hidden)
                 if request.keep_hidden or len(request.output_token_ids) == request.params.max_tokens:
                     self.scheduler.finish(request, "length")
-                    self.ended.append(request.id)
+                    self.ended.append(request.seq_id)
         self.manager.check_integrity()
-        return {chunk.request.id: (chunk.start, chunk.end) for chunk in chunks}
+        return {chunk.request.seq_id: (chunk.start, chunk.end) for chunk in chunks}
 
     def run(self, limit: int = 1000) -> list[dict[int, tuple[int, int]]]:
         steps = []
@@ -101,8 +102,8 @@ def test_a_step_never_exceeds_its_token_budget_and_wastes_none_of_it():
         assert all(end - start <= 16 for start, end in step.values())
         left = 24 - sum(end - start for start, end in step.values())
         for request in course.scheduler.running:
-            waits = request.num_tokens - request.num_computed_tokens - (request.id in step)
-            assert not left or not waits or request.id in step
+            waits = request.num_tokens - request.num_computed_tokens - (request.seq_id in step)
+            assert not left or not waits or request.seq_id in step
 
 
 def test_no_more_than_max_num_seqs_run_at_once():
@@ -141,8 +142,8 @@ def test_when_the_cache_runs_dry_the_youngest_gives_way_and_comes_back_before_al
     course.step()
     while not course.scheduler.num_preemptions:
         assert list(course.step()) == [0, 1] or course.scheduler.num_preemptions
-    assert [request.id for request in course.scheduler.running] == [0]
-    assert [request.id for request in course.scheduler.waiting] == [1, 2, 3]
+    assert [request.seq_id for request in course.scheduler.running] == [0]
+    assert [request.seq_id for request in course.scheduler.waiting] == [1, 2, 3]
     assert requests[1].num_computed_tokens == 0 < len(requests[1].output_token_ids)
     assert course.manager.num_tokens(1) == 0
     course.run()
@@ -213,7 +214,7 @@ def test_requests_can_be_taken_out_while_they_wait_and_while_they_run():
         course.scheduler.finish(request, "error", "gone")
         course.manager.check_integrity()
     assert course.manager.num_tokens(0) == 0
-    assert [request.id for request in course.scheduler.running] == [1]
+    assert [request.seq_id for request in course.scheduler.running] == [1]
     course.run()
     assert course.ended == [1, 2]
 

@@ -111,9 +111,9 @@ class Desk:
         preempt = llm._scheduler._preempt
 
         def counted(request: Request) -> None:
-            self.preempted[request.group] += 1
+            self.preempted[request.request_id] += 1
             if not request.output_token_ids and request.num_computed_tokens:
-                self.mid_prefill.add(request.group)
+                self.mid_prefill.add(request.request_id)
             preempt(request)
 
         llm._scheduler._preempt = counted

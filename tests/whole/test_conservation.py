@@ -18,13 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiny import tokens
 
 from lean.cache.block_manager import NULL_BLOCK, BlockManager
-from lean.cache.plan import LayerShape, plan_cache, size_cache
+from lean.cache.plan import LayerShape, plan_cache
+from lean.cache.size import size_cache
 from lean.config import EngineConfig
-from lean.engine.engine import LLM
 from lean.engine.request import Request, SamplingParams
 from lean.engine.sampler import Sampler
 from lean.engine.scheduler import Chunk, Scheduler
 from lean.errors import RequestError
+from lean.llm import LLM
 from lean.quant import FP32
 
 # CI takes some 40,000 steps; LEAN_CONSERVATION=20 does twenty times as many.
@@ -118,14 +119,14 @@ class Conservation(RuleBasedStateMachine):
             return
         self.scheduler.add(first)
         self.next_id += n
-        self.alive |= {request.id: request for request in family}
+        self.alive |= {request.seq_id: request for request in family}
 
     @precondition(lambda self: self.alive)
     @rule(choice=st.randoms(use_true_random=False))
     def abort(self, choice):
         """At any phase; the siblings go too."""
-        group = self.alive[choice.choice(sorted(self.alive))].group
-        for request in [r for r in self.alive.values() if r.group == group]:
+        group = self.alive[choice.choice(sorted(self.alive))].request_id
+        for request in [r for r in self.alive.values() if r.request_id == group]:
             self.end(request, "abort")
 
     @rule()
@@ -200,7 +201,7 @@ class Conservation(RuleBasedStateMachine):
         running = self.scheduler.running
         assert chunks, "work is left, but nothing runs"
         assert [chunk.request for chunk in chunks] == running[: len(chunks)]
-        assert chunks[0].request.id == min(self.alive), "the oldest goes on in every step"
+        assert chunks[0].request.seq_id == min(self.alive), "the oldest goes on in every step"
         assert sum(chunk.end - chunk.start for chunk in chunks) <= self.config.step_tokens
         assert sum(1 + len(request.siblings) for request in running) <= self.config.max_num_seqs
         for chunk in chunks:
@@ -208,13 +209,13 @@ class Conservation(RuleBasedStateMachine):
             assert 0 <= chunk.start < chunk.end <= request.num_tokens
             assert chunk.end - chunk.start <= self.config.prefill_chunk
             assert chunk.completes == (chunk.end == request.num_tokens)
-            assert self.manager.num_tokens(request.id) == chunk.end
+            assert self.manager.num_tokens(request.seq_id) == chunk.end
             assert request.num_cached_tokens <= chunk.start
 
     def write(self, chunk: Chunk, garbage: bool = False) -> None:
         values = histories(chunk.request.tokens(0, chunk.end))
         for index, pool in enumerate(self.manager.pools):
-            table = self.manager.table(chunk.request.id, index)
+            table = self.manager.table(chunk.request.seq_id, index)
             for position in range(chunk.start, chunk.end):
                 block = table[position // 8]
                 assert block != NULL_BLOCK
@@ -222,7 +223,7 @@ class Conservation(RuleBasedStateMachine):
                 self.cache[index][block][position % 8] = "garbage" if garbage else values[position]
 
     def read(self, chunk: Chunk) -> None:
-        self.check_visible(chunk.request.id, chunk.request.tokens(0, chunk.end), chunk.start)
+        self.check_visible(chunk.request.seq_id, chunk.request.tokens(0, chunk.end), chunk.start)
 
     def check_visible(self, seq_id: int, token_ids: list[int], first_row: int) -> None:
         """What rows from ``first_row`` on see through the tables is this sequence's own history."""
@@ -240,10 +241,10 @@ class Conservation(RuleBasedStateMachine):
 
     def end(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request, reason)
-        del self.alive[request.id]
-        assert (request.id in self.scheduler.kept) <= (request.keep_cache and reason != "error")
-        if request.id in self.scheduler.kept:
-            self.texts[request.id] = request.tokens(0, request.num_tokens)
+        del self.alive[request.seq_id]
+        assert (request.seq_id in self.scheduler.kept) <= (request.keep_cache and reason != "error")
+        if request.seq_id in self.scheduler.kept:
+            self.texts[request.seq_id] = request.tokens(0, request.num_tokens)
 
     def forget_released(self) -> None:
         self.texts = {seq_id: text for seq_id, text in self.texts.items() if seq_id in self.scheduler.kept}
@@ -256,7 +257,7 @@ class Conservation(RuleBasedStateMachine):
             return
         self.manager.check_integrity()
         running, kept = self.scheduler.running, self.scheduler.kept
-        holders = [request.id for request in running] + list(kept)
+        holders = [request.seq_id for request in running] + list(kept)
         assert self.manager.tokens_held() == sum(map(self.manager.num_tokens, holders))
         for index, pool in enumerate(self.manager.pools):
             tables = [self.manager.table(i, index) for i in holders if self.manager.num_tokens(i)]
@@ -269,14 +270,14 @@ class Conservation(RuleBasedStateMachine):
             return
         queue = [*self.scheduler.running, *self.scheduler.waiting]
         everyone = [one for request in queue for one in (request, *request.siblings)]
-        assert [request.id for request in everyone] == sorted(self.alive)
+        assert [request.seq_id for request in everyone] == sorted(self.alive)
 
     @invariant()
     def what_is_in_the_cache_is_whole(self):
         """Also that of sequences that did not run, and of those that are only kept."""
         if not hasattr(self, "manager") or self.manager.copies:
             return
-        texts = {request.id: request.tokens(0, request.num_tokens) for request in self.scheduler.running}
+        texts = {request.seq_id: request.tokens(0, request.num_tokens) for request in self.scheduler.running}
         assert {i: tuple(text) for i, text in self.texts.items()} == {
             i: tuple(text) for i, text in self.scheduler.kept.items()
         }
@@ -409,11 +410,11 @@ def phases(llm: LLM) -> dict[str, list[int]]:
     """Requests by what they are in the middle of."""
     found: dict[str, list[int]] = {"queued": [], "preempted": [], "prefill": [], "decode": [], "siblings": []}
     for request in llm._scheduler.waiting:
-        found["preempted" if request.output_token_ids else "queued"].append(request.group)
+        found["preempted" if request.output_token_ids else "queued"].append(request.request_id)
     for request in llm._scheduler.running:
         started = "decode" if request.output_token_ids else "prefill" if request.num_computed_tokens else None
         if started:
-            found["siblings" if started == "decode" and request.params.n > 1 else started].append(request.group)
+            found["siblings" if started == "decode" and request.params.n > 1 else started].append(request.request_id)
     return found
 
 

@@ -122,7 +122,7 @@ def stored(llm: LLM, layer: int) -> torch.Tensor:
     while llm.has_work:
         llm.step()
     own = llm.cache.layers[layer]
-    table = torch.tensor(list(llm._manager.table(request_id, own.group.pool)))
+    table = torch.tensor(list(llm._manager.table(request_id, own.group.pool_id)))
     size, position = own.pool.layout.block_size, torch.arange(len(IDS))
     slots = (table[position // size] * size + position % size)[table[position // size] > 0]
     rows = torch.cat(read_slots(own.pool.arena, own.pool.layout, own.pool.offset, slots), dim=-1)

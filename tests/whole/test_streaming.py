@@ -286,7 +286,7 @@ def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
         [chunk] = chunks
         rows.extend(range(chunk.start, chunk.end))
         shifts.extend([0] * (chunk.end - chunk.start))
-        evicted.append(list(llm._manager.table(chunk.request.id, 0)).count(0))
+        evicted.append(list(llm._manager.table(chunk.request.seq_id, 0)).count(0))
         made = make(chunks)
         assert made.positions.tolist() == rows[chunk.start :]
         return made

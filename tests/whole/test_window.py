@@ -338,7 +338,7 @@ def test_forked_and_preempted_requests_are_the_request_alone_under_a_window(mode
     parts = []
     for step in range(200):
         if step in (2, 20):
-            running = {request.id: request for request in llm._scheduler.running}
+            running = {request.seq_id: request for request in llm._scheduler.running}
             llm._scheduler._preempt(running[first])
         parts += [part for part in llm.step() if part.request_id == first]
         llm._manager.check_integrity()
@@ -473,7 +473,7 @@ def test_a_thousand_evictions_move_no_visible_key(model, kv_dtype, length):
         assert all(table[p // 8] for p in positions)
         slots = torch.tensor([table[p // 8] * 8 + p % 8 for p in positions])
         layer = llm.cache.layers[0]
-        own = layer.pool if pool == layer.group.pool else layer.exact
+        own = layer.pool if pool == layer.group.pool_id else layer.exact
         rows = torch.cat(read_slots(own.arena, own.layout, own.offset, slots), dim=-1)
         llm.release(request_id)
         return rows

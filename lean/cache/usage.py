@@ -1,0 +1,57 @@
+"""What the cache holds at one moment, pool by pool."""
+
+from dataclasses import dataclass
+
+from lean.cache.block_manager import BlockManager
+from lean.cache.plan import CachePlan
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """What one pool holds at one moment; a row of ``kv.pools`` in reports. Bytes are those of its blocks in use."""
+
+    layers: list[int]
+    format: str
+    exact: bool
+    window: int
+    sinks: int
+    bytes_per_token: int
+    num_blocks: int
+    blocks_used: int
+    tokens_held: int
+    bytes_held: int
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What the cache holds at one moment.
+
+    ``bytes_held`` is what the blocks in use really occupy, exact copies included; ``bytes_if_bf16`` is for the same
+    tokens in bf16, without blocks.
+    """
+
+    tokens_held: int
+    bytes_held: int
+    bytes_if_bf16: int
+    pools: list[PoolUse]
+
+
+def cache_use(plan: CachePlan, manager: BlockManager) -> CacheUse:
+    """Occupancy of all pools at this moment."""
+    pools = [
+        PoolUse(
+            layers=list(spec.layers),
+            format=spec.name,
+            exact=spec.exact,
+            window=spec.window,
+            sinks=spec.num_sink_tokens,
+            bytes_per_token=spec.bytes_per_token,
+            num_blocks=pool.num_blocks,
+            blocks_used=pool.num_used,
+            tokens_held=manager.tokens_kept(index),
+            bytes_held=pool.num_used * spec.block_bytes,
+        )
+        for index, (spec, pool) in enumerate(zip(plan.pools, manager.pools))
+    ]
+    bf16 = sum(use.tokens_held * spec.bytes_per_token_bf16 for use, spec in zip(pools, plan.pools) if not spec.exact)
+    return CacheUse(manager.tokens_held(), sum(pool.bytes_held for pool in pools), bf16, pools)

@@ -1,0 +1,27 @@
+"""Numbers of bytes and tokens: as people write and read them, and the largest that lean counts to."""
+
+import re
+
+from lean.errors import ConfigError, one_line
+
+ENDLESS = 2**31  # tokens: the longest sequence where nothing limits its length
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """``512MiB``, ``1.5GB``, ``4096`` -> bytes. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgKMG]?i?[bB]?)\s*", text)
+    unit = match[2].upper() if match else ""
+    unit = unit + "IB" if unit in ("K", "M", "G") else unit + "B" if unit.endswith("I") else unit
+    if not match or unit not in _UNITS:
+        raise ConfigError(f"cannot read size {text!r}: write a number with KiB, MiB, GiB, KB, MB or GB, e.g. 512MiB")
+    size = float(match[1]) * _UNITS[unit]
+    if size > 2**62:
+        raise ConfigError(f"size {one_line(text, 30)!r} is beyond any memory: write e.g. 512MiB")
+    return int(size)
+
+
+def mib(nbytes: int) -> str:
+    """A number of bytes for people."""
+    return f"{nbytes / 2**20:,.1f} MiB"
