@@ -187,7 +187,7 @@ def main() -> None:
         if now < next_point:
             continue
         next_point += interval
-        llm._manager.check_integrity()
+        llm.engine.manager.check_integrity()
         point = {
             "minutes": (now - start) / 60,
             "done": load.count["done"],

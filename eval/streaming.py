@@ -49,7 +49,7 @@ def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
         wanted = targets[position + 1 : position + 1 + hidden.shape[0]].to(hidden.device)  # the last row has none
         for start in range(0, len(wanted), llm.model.logit_rows):
             part = slice(start, min(start + llm.model.logit_rows, len(wanted)))
-            total -= float(score_rows(llm, hidden[part], wanted[part]).logprobs.double().sum())
+            total -= float(score_rows(llm.engine, hidden[part], wanted[part]).logprobs.double().sum())
         count += len(wanted)
         end = position + hidden.shape[0]
         use = llm.stats() if end < len(token_ids) else use  # the last chunk ends the request and frees everything

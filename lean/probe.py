@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lean.cache.block_manager import BlockManager
-from lean.cache.kv_cache import KVCache
 from lean.cache.plan import plan_cache
 from lean.cache.size import size_cache
 from lean.config import EngineConfig
+from lean.engine.assemble import Parts, bind
 from lean.engine.request import Request
-from lean.engine.runner import Runner
 from lean.engine.scheduler import Chunk
 from lean.kernels.layout import blocks_for
 from lean.model.attention import LayerInputs, attend
@@ -95,24 +93,21 @@ class Verdict:
     warning: str | None
 
 
-class _SideCache:
-    """A small cache of its own for one sequence of ``num_tokens`` of the engine's model."""
-
-    def __init__(self, llm: LLM, config: EngineConfig, num_tokens: int) -> None:
-        model, device = llm.model, llm.model.device
-        plan = plan_cache(model.info.layers, config, raw_format(model.info.dtype))
-        blocks = None if plan.bounded else blocks_for(num_tokens, config.block_size)
-        config = replace(
-            config, max_num_seqs=1, prefill_chunk=num_tokens, max_num_batched_tokens=None, max_model_len=num_tokens,
-            num_blocks=blocks, kv_memory=None,
-        )  # fmt: skip
-        size = size_cache(plan, config, max(num_tokens, model.info.max_position_embeddings), 2**62)
-        manager = BlockManager(size.rules, config.block_size)
-        self.cache = KVCache(plan, size, model.info.layers, device)
-        self.runner = Runner(model, self.cache, manager, config.deterministic)
-        if plan.window and plan.num_sink_tokens:
-            self.runner.sink_rotary = SinkRotary.of(model.module, model.info.source.name)
-        manager.append(_SEQ_ID, num_tokens)
+def _side(llm: LLM, config: EngineConfig, num_tokens: int) -> Parts:
+    """The engine's model bound to a small second cache, with room for one sequence of ``num_tokens``."""
+    model = llm.model
+    plan = plan_cache(model.info.layers, config, raw_format(model.info.dtype))
+    blocks = None if plan.bounded else blocks_for(num_tokens, config.block_size)
+    config = replace(
+        config, max_num_seqs=1, prefill_chunk=num_tokens, max_num_batched_tokens=None, max_model_len=num_tokens,
+        num_blocks=blocks, kv_memory=None,
+    )  # fmt: skip
+    size = size_cache(plan, config, max(num_tokens, model.info.max_position_embeddings), 2**62)
+    parts = bind(model, config, plan, size)
+    if plan.window and plan.num_sink_tokens:
+        parts.runner.sink_rotary = SinkRotary.of(model.module, model.info.source.name)
+    parts.manager.append(_SEQ_ID, num_tokens)
+    return parts
 
 
 def layer_formats_of(llm: LLM) -> list[tuple[str, str]]:
@@ -142,11 +137,11 @@ def probe_tokens(llm: LLM, token_ids: Sequence[int]) -> Probe:
     chunk = Chunk(Request(_SEQ_ID, list(token_ids), SamplingParams()), 0, count, True)
     formats = layer_formats_of(llm)
 
-    def side(pairs: list[tuple[str, str]]) -> _SideCache:
+    def side(pairs: list[tuple[str, str]]) -> Parts:
         named = ",".join(f"{layer}:k={k},v={v}" for layer, (k, v) in enumerate(pairs))
-        return _SideCache(llm, replace(llm.config.exact(), kv_layers=named).without_residual(), count)
+        return _side(llm, replace(llm.config.exact(), kv_layers=named).without_residual(), count)
 
-    exact = _SideCache(llm, llm.config.exact(), count)
+    exact = _side(llm, llm.config.exact(), count)
     sides = [side([(k, raw) for k, _ in formats]), side([(raw, v) for _, v in formats]), side(formats)]
     batches = [side.runner.batch([chunk]) for side in sides]
     layers: dict[int, LayerError] = {}

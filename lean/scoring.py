@@ -1,17 +1,13 @@
 """Log-probabilities of given tokens, read through the cache: the base of every figure that lean prints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from lean.engine.engine import Engine
 from lean.engine.request import check_token_ids
-from lean.errors import EMPTY_PROMPT, RequestError
-
-if TYPE_CHECKING:
-    from lean.llm import LLM
+from lean.errors import EMPTY_PROMPT, EngineError, RequestError
 
 
 class TokenScores(NamedTuple):
@@ -26,25 +22,60 @@ class TokenScores(NamedTuple):
     greedy: torch.Tensor
 
 
+def hidden_states_of(engine: Engine, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """The last hidden states of sequences of token ids, which run together as far as they fit.
+
+    Yields:
+        (index of the sequence, position of the first row, hidden [rows, hidden_size]); the rows of one sequence come
+        in order.
+
+    Raises:
+        RequestError: a sequence cannot be served. EngineError: the model computes non-finite numbers.
+    """
+    request_ids: list[int] = []
+    try:
+        for sequence in sequences:
+            request_ids.append(engine.add(sequence, waits=True, keep_hidden=True))
+        waiting = {request_id: (index, 0) for index, request_id in enumerate(request_ids)}
+        while waiting:
+            for request_id, (index, position) in list(waiting.items()):
+                outputs, ended = engine.collect(request_id)
+                for output in outputs:
+                    if output.hidden is not None:
+                        yield index, position, output.hidden
+                        position += output.hidden.shape[0]
+                        waiting[request_id] = index, position
+                    if output.finish_reason in ("error", "abort"):
+                        raise EngineError(output.error or "the request was aborted")
+                if ended:
+                    del waiting[request_id]
+                    engine.forget(request_id)
+            if waiting:
+                engine.step()
+    finally:
+        for request_id in request_ids:
+            engine.forget(request_id)
+
+
 @torch.inference_mode()
-def score_rows(llm: LLM, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
+def score_rows(engine: Engine, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
     """Rows [n, hidden_size] against the tokens [n] that they should predict.
 
     A lone row is doubled on the way: several threads would share its sum and round it otherwise than in company.
     """
-    logits = llm.logits(hidden if len(hidden) > 1 else hidden.expand(2, -1))
+    logits = engine.runner.logits(hidden if len(hidden) > 1 else hidden.expand(2, -1))
     logprobs = logits.gather(1, targets[:, None].expand(len(logits), 1))[:, 0] - logits.logsumexp(-1)
-    greedy = logits[:, : llm.model.token_limit].argmax(-1) == targets
+    greedy = logits[:, : engine.model.token_limit].argmax(-1) == targets
     return TokenScores(logprobs[: len(targets)].cpu(), greedy[: len(targets)].cpu())
 
 
 def score_many(
-    llm: LLM, sequences: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
+    engine: Engine, sequences: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
 ) -> Iterator[tuple[int, TokenScores]]:
     """Score sequences of token ids together, as many at once as the engine runs.
 
     Logits exist for ``model.logit_rows`` rows at once. The last token of a sequence is a target only, and is not run.
-    ``progress`` is told how many more tokens have been scored.
+    ``progress`` is called with the number of tokens scored since its last call.
 
     Yields:
         (index of the sequence, its scores), as sequences end; a deterministic engine gives the same bits whatever runs
@@ -54,7 +85,7 @@ def score_many(
         RequestError: a sequence cannot be served. EngineError: the model computes non-finite numbers.
     """
     sequences = [list(sequence) for sequence in sequences]
-    dtype = torch.float64 if llm.model.info.dtype is torch.float64 else torch.float32
+    dtype = torch.float64 if engine.model.info.dtype is torch.float64 else torch.float32
     # Results made beforehand: small ones made between the slices would keep malloc from reusing their memory.
     scores = [
         TokenScores(torch.empty(max(0, len(ids) - 1), dtype=dtype), torch.empty(max(0, len(ids) - 1), dtype=torch.bool))
@@ -64,15 +95,15 @@ def score_many(
     for ids in sequences:
         if not ids:
             raise RequestError(EMPTY_PROMPT)
-        check_token_ids(ids[-1:], llm.model.vocab_size)
+        check_token_ids(ids[-1:], engine.model.vocab_size)
     for index, ids in enumerate(sequences):
         if len(ids) == 1:
             yield index, scores[index]
-    for run, position, hidden in llm.hidden_states_of([sequences[index][:-1] for index in running]):
+    for run, position, hidden in hidden_states_of(engine, [sequences[index][:-1] for index in running]):
         index = running[run]
         targets = torch.tensor(sequences[index][position + 1 : position + 1 + hidden.shape[0]], device=hidden.device)
-        for part in llm.model.logit_slices(hidden.shape[0]):
-            found = score_rows(llm, hidden[part], targets[part])
+        for part in engine.model.logit_slices(hidden.shape[0]):
+            found = score_rows(engine, hidden[part], targets[part])
             place = slice(position + part.start, position + part.stop)
             scores[index].logprobs[place], scores[index].greedy[place] = found
         if progress is not None:

@@ -22,7 +22,7 @@ def engine(model, **config):
 
 
 def scored(llm, sequences=SEQUENCES):
-    found = dict(score_many(llm, sequences))
+    found = dict(score_many(llm.engine, sequences))
     assert sorted(found) == list(range(len(sequences)))
     return [found[index] for index in range(len(sequences))]
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_scored_is_refused_before_anything_runs(model):
 
 def test_leaving_early_or_failing_frees_everything(model, monkeypatch):
     llm = engine(model, max_num_seqs=2)
-    scores = score_many(llm, SEQUENCES)
+    scores = score_many(llm.engine, SEQUENCES)
     next(scores)
     scores.close()
     assert not llm.has_work

@@ -75,11 +75,11 @@ def _watched(llm: LLM, clock: _Clock) -> Iterator[None]:
             if module is not head and (part := _part_of(module)) is not None:
                 put(module, "forward", part)
         put(attention, "attend", "attention")
-        put(llm._runner, "logits", "head")
-        put(llm._runner, "run", "rest of the model")
-        put(llm._runner, "batch", "scheduler")
+        put(llm.engine.runner, "logits", "head")
+        put(llm.engine.runner, "run", "rest of the model")
+        put(llm.engine.runner, "batch", "scheduler")
         for name in ("schedule", "advance", "fork"):
-            put(llm._scheduler, name, "scheduler")
+            put(llm.engine.scheduler, name, "scheduler")
         put(engine_module, "next_output", "sampling")
         yield
 

@@ -6,7 +6,7 @@ import torch
 
 from lean.errors import EMPTY_PROMPT, RequestError
 from lean.llm import LLM
-from lean.scoring import TokenScores, score_rows
+from lean.scoring import TokenScores, hidden_states_of, score_rows
 
 SEQUENCES_AT_ONCE = 1024  # handed to the engine together; it runs max_num_seqs of them and queues the rest
 
@@ -39,7 +39,7 @@ def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]
     for start in range(0, len(prefixes), SEQUENCES_AT_ONCE):
         part = prefixes[start : start + SEQUENCES_AT_ONCE]
         inner: dict[int, list[TokenScores]] = {run: [] for run in range(len(part))}
-        for run, position, hidden in llm.hidden_states_of(part):
+        for run, position, hidden in hidden_states_of(llm.engine, part):
             prefix, family = part[run], families[part[run]]
             first = len(prefix) - max(sequences[index][1] for index in family)  # this row predicts the first one wanted
             rows = hidden[max(0, first - position) :]
@@ -63,7 +63,7 @@ def _scores(llm: LLM, rows: torch.Tensor, targets: Sequence[int]) -> TokenScores
     wanted = torch.tensor(list(targets), dtype=torch.long, device=rows.device)
     step = llm.model.logit_rows
     parts = [
-        score_rows(llm, rows[start : start + step], wanted[start : start + step])
+        score_rows(llm.engine, rows[start : start + step], wanted[start : start + step])
         for start in range(0, len(wanted), step)
     ]
     if not parts:

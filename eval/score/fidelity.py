@@ -11,6 +11,7 @@ from lean.eval.score.perplexity import Part, ScoredText, exp, mean_and_stderr
 from lean.llm import LLM
 from lean.model.load import LoadedModel
 from lean.sampling_params import SamplingParams
+from lean.scoring import hidden_states_of
 
 _TOP = 5
 
@@ -44,7 +45,7 @@ def read_reference(llm: LLM, scored: ScoredText, progress: Callable[[int], None]
     """Run a text through the exact cache."""
     parts = scored.parts
     hidden: list[torch.Tensor] = [torch.empty(0)] * len(parts)
-    for index, position, rows in llm.hidden_states_of([part.token_ids[:-1] for part in parts]):
+    for index, position, rows in hidden_states_of(llm.engine, [part.token_ids[:-1] for part in parts]):
         if not position:
             hidden[index] = rows.new_empty(_rows(parts[index]), rows.shape[1])
         hidden[index][position : position + len(rows)] = rows
@@ -94,7 +95,7 @@ def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None
     for part in parts:
         starts.append(starts[-1] + _rows(part))
     columns = torch.empty(5, starts[-1], dtype=torch.float64)  # KLD, top-1, top-5, NLL exact, NLL candidate
-    for index, position, hidden in candidate.hidden_states_of([part.token_ids[:-1] for part in parts]):
+    for index, position, hidden in hidden_states_of(candidate.engine, [part.token_ids[:-1] for part in parts]):
         targets = torch.tensor(parts[index].token_ids[position + 1 :][: len(hidden)], device=hidden.device)
         for start in range(0, len(hidden), candidate.model.logit_rows):
             rows = hidden[start : start + candidate.model.logit_rows]

@@ -192,7 +192,7 @@ def perplexity(llm: LLM, scored: ScoredText, progress: Callable[[int], None] | N
     """Score a prepared text, its parts together as far as they fit. Raises EngineError for non-finite numbers."""
     nll: dict[int, torch.Tensor] = {}
     parts = scored.parts
-    for index, scores in score_many(llm, [part.token_ids for part in parts], progress):
+    for index, scores in score_many(llm.engine, [part.token_ids for part in parts], progress):
         nll[index] = -scores.logprobs[parts[index].first - 1 :].double()
     seen = [torch.arange(part.first, len(part.token_ids)) for part in parts]
     return Perplexity(scored, torch.cat([nll[index] for index in range(len(parts))]), torch.cat(seen))

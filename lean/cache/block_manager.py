@@ -11,7 +11,7 @@ a copy first (copy on write).
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from lean.kernels.layout import blocks_for, first_in_window
@@ -203,6 +203,11 @@ class BlockManager:
     def table(self, seq_id: int, pool: int) -> array:
         """Block ids of a sequence in one pool, by position; the null block where evicted. Not to be changed."""
         return self._sequences[seq_id].tables[pool]
+
+    @property
+    def seq_ids(self) -> Set[int]:
+        """The sequences that hold tokens."""
+        return self._sequences.keys()
 
     def num_tokens(self, seq_id: int) -> int:
         return self._sequences[seq_id].num_tokens if seq_id in self._sequences else 0

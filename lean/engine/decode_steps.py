@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from lean.cache.tables import block_table, slots
 from lean.errors import ModelError, one_line
 from lean.kernels.layout import blocks_for
 from lean.model.attention import AttentionBatch
@@ -133,7 +134,7 @@ class DecodeBatch:
             query_start_loc=self._starts.tensor[: rows + 1],
             seq_lens=self._lens.tensor[:rows],
             positions=positions,
-            slot_mapping=tuple(slots.tensor[:rows] for slots in self._slots),
+            slot_mapping=tuple(buffer.tensor[:rows] for buffer in self._slots),
             block_tables=tables,
             sink_turn=turn,
         )
@@ -144,7 +145,7 @@ class DecodeBatch:
 
         ``shifts``: by how much each chunk's query is turned back for the sinks; unused without ``sink_rotary``.
         """
-        count, size = len(chunks), self._manager.block_size
+        count = len(chunks)
         own, rest = slice(count), slice(count, rows)
         self._ids.values[own] = [chunk.request.tokens(chunk.start, chunk.end)[0] for chunk in chunks]
         self._positions.values[own] = [chunk.start for chunk in chunks]
@@ -153,13 +154,14 @@ class DecodeBatch:
         self._starts.values[count + 1 : rows + 1] = count
         for part in (self._ids, self._positions, self._lens, *self._tables):
             part.values[rest] = 0
-        for pool, (slots, tables) in enumerate(zip(self._slots, self._tables)):
-            slots.values[rest] = -1
-            for row, chunk in enumerate(chunks):
-                table = self._manager.table(chunk.request.seq_id, pool)
-                tables.values[row, : len(table)] = numpy.frombuffer(table, numpy.int32)
-                tables.values[row, len(table) :] = 0
-                slots.values[row] = table[chunk.start // size] * size + chunk.start % size
+        seq_ids, lines = [chunk.request.seq_id for chunk in chunks], numpy.arange(count)
+        for pool_id, (buffer, tables) in enumerate(zip(self._slots, self._tables)):
+            buffer.values[rest] = -1
+            if count:
+                table = block_table(self._manager, seq_ids, pool_id)
+                tables.values[own, : table.shape[1]] = table
+                tables.values[own, table.shape[1] :] = 0
+                buffer.values[own] = slots(table, lines, self._positions.values[own], self._manager.block_size)
         if self._rotary is not None:
             turn = self._rotary.back(torch.tensor(shifts, dtype=torch.long), torch.device("cpu"))
             for part, values, still in zip(self._turn, (turn.cos, turn.sin), (1, 0)):

@@ -6,9 +6,7 @@ from dataclasses import replace
 import torch
 
 from lean.engine.request import FinishReason, Request, RequestOutput
-from lean.engine.runner import Runner
 from lean.engine.sampler import token_logprobs
-from lean.engine.scheduler import Chunk
 
 
 def next_output(request: Request, logits: torch.Tensor, eos_token_ids: Collection[int]) -> RequestOutput:
@@ -55,23 +53,6 @@ def last_output(request: Request, reason: FinishReason | None, error: str | None
         text = request.stop_strings.add(request.detokenizer.finish()) + request.stop_strings.finish()
     prompt = len(request.prompt_token_ids)
     return RequestOutput(request.request_id, text, [], prompt, reason, error, request.index)
-
-
-def score_prompt(chunk: Chunk, hidden: torch.Tensor, runner: Runner, token_limit: int) -> None:
-    """Append the log-probabilities of the prompt's tokens that this chunk's rows ``hidden`` predict.
-
-    A request that is computed again after a preemption keeps those it has. Logits exist for `logit_rows` rows at once.
-    """
-    request = chunk.request
-    known, prompt = request.prompt_logprobs, request.prompt_token_ids
-    if not known:
-        known.append(None)
-    while (target := len(known)) < min(chunk.end + 1, len(prompt)):
-        first = target - 1 - chunk.start
-        rows = hidden[first : first + min(runner.model.logit_rows, len(prompt) - target)]
-        logits = runner.logits(rows)
-        logits[:, token_limit:] = -torch.inf
-        known += token_logprobs(logits, prompt[target : target + len(rows)], request.params.prompt_logprobs or 0)
 
 
 def joined(parts: list[RequestOutput]) -> RequestOutput:

@@ -1,25 +1,49 @@
 """Runs one step: packs the scheduled chunks, calls the model, and reads logits off hidden states."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 
 from lean.cache.block_manager import BlockManager
 from lean.cache.kv_cache import KVCache
+from lean.cache.tables import block_table, slots
 from lean.engine.decode_steps import DecodeBatch, DecodeSteps, Step
 from lean.engine.deterministic import RowTiledProducts
 from lean.engine.onednn import favours_single_row, onednn_as_it_is, single_row_products
+from lean.engine.sampler import TokenLogprob, token_logprobs
 from lean.engine.scheduler import Chunk
 from lean.kernels.layout import sink_shift
 from lean.kernels.reference import read_slots
 from lean.model.attention import AttentionBatch, Observer
 from lean.model.load import LoadedModel
 from lean.model.rotary import SinkRotary, SinkTurn
+
+
+class StepResult(NamedTuple):
+    """What one step computed, chunk by chunk.
+
+    Attributes:
+        hidden: the last hidden states of each chunk's rows, [rows, hidden_size].
+        logits: float32 (float64 for a float64 model) [vocab] after the chunk's last row, ids beyond the tokenizer's
+            at -inf; None for a chunk that draws no token.
+        prompt_logprobs: those that the chunk's rows add to its request's; empty where not requested.
+        finite: whether all hidden states and logits of the chunk are finite numbers.
+    """
+
+    hidden: Sequence[torch.Tensor]
+    logits: Sequence[torch.Tensor | None]
+    prompt_logprobs: Sequence[Sequence[TokenLogprob | None]]
+    finite: Sequence[bool]
+
+
+def finite_rows(rows: torch.Tensor) -> torch.Tensor:
+    """bool [n]: whether rows [n, dim] hold finite numbers only. 20 times faster than testing every number."""
+    return rows.amax(-1).isfinite() & rows.amin(-1).isfinite()  # a NaN is both extremes
 
 
 class Runner:
@@ -84,19 +108,16 @@ class Runner:
 
     def batch(self, chunks: list[Chunk]) -> AttentionBatch:
         """Where the chunks' tokens lie in the cache."""
-        size, device = self._manager.block_size, self.model.device
+        manager, device = self._manager, self.model.device
         lengths = [chunk.end - chunk.start for chunk in chunks]
         positions = numpy.concatenate([numpy.arange(chunk.start, chunk.end) for chunk in chunks])
         rows = numpy.repeat(numpy.arange(len(chunks)), lengths)
-        blocks, slots_in_block = positions // size, positions % size
-        slots, tables = [], []
-        for pool in range(len(self._manager.pools)):
-            ids = [numpy.frombuffer(self._manager.table(c.request.seq_id, pool), numpy.int32) for c in chunks]
-            table = numpy.zeros((len(chunks), max(map(len, ids))), numpy.int32)
-            for row, own in zip(table, ids):
-                row[: len(own)] = own
-            tables.append(torch.from_numpy(table).to(device))
-            slots.append(torch.from_numpy(table[rows, blocks].astype(numpy.int64) * size + slots_in_block).to(device))
+        seq_ids = [chunk.request.seq_id for chunk in chunks]
+        slot_mapping, block_tables = [], []
+        for pool_id in range(len(manager.pools)):
+            table = block_table(manager, seq_ids, pool_id)
+            block_tables.append(torch.from_numpy(table).to(device))
+            slot_mapping.append(torch.from_numpy(slots(table, rows, positions, manager.block_size)).to(device))
         turn, shifts = None, self._shifts(positions.tolist())
         if self.sink_rotary is not None and any(shifts):
             turn = self._turn(self.sink_rotary.back(torch.tensor(shifts), device))
@@ -104,8 +125,8 @@ class Runner:
             query_start_loc=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
             seq_lens=torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32, device=device),
             positions=torch.from_numpy(positions).to(device),
-            slot_mapping=tuple(slots),
-            block_tables=tuple(tables),
+            slot_mapping=tuple(slot_mapping),
+            block_tables=tuple(block_tables),
             sink_turn=turn,
         )
 
@@ -113,6 +134,44 @@ class Runner:
         """In the dtype that every layer would make of it."""
         wide = torch.promote_types(self.model.info.dtype, torch.float32)
         return replace(turn, cos=turn.cos.to(wide), sin=turn.sin.to(wide))
+
+    @torch.inference_mode()
+    def execute(self, chunks: list[Chunk]) -> StepResult:
+        """Compute a step. Writes nothing but the cache: after an error the same chunks can be computed again."""
+        hidden = self.run(chunks)
+        rows = hidden.split([chunk.end - chunk.start for chunk in chunks])
+        drawing = [index for index, chunk in enumerate(chunks) if chunk.draws]
+        limit = self.model.token_limit
+        logits = self.logits(torch.cat([rows[index][-1:] for index in drawing])) if drawing else hidden[:0]
+        logits[:, limit:] = -torch.inf
+        # Asked in one tensor: the host waits for the device at every answer that it reads.
+        flags = iter(torch.cat([finite_rows(logits[:, :limit]), finite_rows(hidden)]).tolist())
+        drawn = {index: (row, next(flags)) for index, row in zip(drawing, logits)}
+        finite = [
+            all([*itertools.islice(flags, len(own))]) and (index not in drawn or drawn[index][1])
+            for index, own in enumerate(rows)
+        ]
+        scored = [self._prompt_logprobs(chunk, own) if ok else () for chunk, own, ok in zip(chunks, rows, finite)]
+        return StepResult(rows, [drawn[i][0] if i in drawn else None for i in range(len(rows))], scored, finite)
+
+    def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> Sequence[TokenLogprob | None]:
+        """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict, where requested.
+
+        A request that is computed again after a preemption keeps those it has.
+        """
+        request, limit = chunk.request, self.model.token_limit
+        if request.params.prompt_logprobs is None:
+            return ()
+        prompt, known = request.prompt_token_ids, len(request.prompt_logprobs)
+        found: list[TokenLogprob | None] = [] if known else [None]  # nothing predicts the first token
+        first = known + len(found)
+        targets = prompt[first : chunk.end + 1]
+        for part in self.model.logit_slices(len(targets)):
+            start = first - 1 - chunk.start
+            logits = self.logits(hidden[start + part.start : start + part.stop])
+            logits[:, limit:] = -torch.inf
+            found += token_logprobs(logits, targets[part], request.params.prompt_logprobs)
+        return found
 
     @torch.inference_mode()
     def run(self, chunks: list[Chunk], observer: Observer | None = None) -> torch.Tensor:

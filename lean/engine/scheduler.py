@@ -6,6 +6,7 @@ tokens can be computed again. The oldest one always goes on, and one alone alway
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lean.cache.block_manager import BlockManager
@@ -26,6 +27,11 @@ class Chunk:
     start: int
     end: int
     completes: bool
+
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn after its last row."""
+        return self.completes and not self.request.keep_hidden
 
     @property
     def token_ids(self) -> list[int]:
@@ -197,9 +203,10 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def take_back(self, chunk: Chunk) -> None:
-        """The step of this chunk failed: give its blocks back, so that it can be scheduled again."""
-        self._manager.truncate(chunk.request.seq_id, chunk.start)
+    def take_back(self, chunks: Iterable[Chunk]) -> None:
+        """The step of these chunks failed: give their blocks back, so that they can be scheduled again."""
+        for chunk in chunks:
+            self._manager.truncate(chunk.request.seq_id, chunk.start)
 
     def advance(self, chunk: Chunk) -> None:
         """The chunk has run: count it, and free what no later token can see."""
@@ -232,6 +239,13 @@ class Scheduler:
             self.kept[request.seq_id] = request.tokens(0, request.num_tokens)
         else:
             self._manager.free(request.seq_id)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every sequence is in one place, and only running and kept ones hold blocks."""
+        running, waiting = ([request.seq_id for request in queue] for queue in (self.running, self.waiting))
+        everyone = [*running, *waiting, *self.kept]
+        assert len(set(everyone)) == len(everyone), "a sequence is in two places"
+        assert self._manager.seq_ids <= {*running, *self.kept}, "a sequence that neither runs nor is kept holds blocks"
 
     def release(self, seq_id: int) -> None:
         """Forget a kept sequence; unknown ones are ignored."""

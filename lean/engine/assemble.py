@@ -1,0 +1,157 @@
+"""From a model and a configuration to the parts that an engine runs steps with."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lean.cache.block_manager import BlockManager
+from lean.cache.kv_cache import KVCache
+from lean.cache.plan import CachePlan, plan_cache
+from lean.cache.size import CacheSize, size_cache
+from lean.config import EngineConfig
+from lean.device import cache_share, choose_device, free_bytes
+from lean.engine.decode_steps import CudaGraphs, keep_compiled_code
+from lean.engine.runner import Runner
+from lean.engine.selftest import try_layers, try_rotation
+from lean.errors import ConfigError
+from lean.kernels.ops import backend, is_recordable
+from lean.model import rotary
+from lean.model.load import LoadedModel, ModelInfo, inspect_model, load_model
+from lean.quant import raw_format
+from lean.store.source import ModelSource, resolve
+
+
+@dataclass
+class Parts:
+    """A model bound to a cache.
+
+    Attributes:
+        plan, size: which layers share which pools, and how many blocks every pool has.
+        manager: the accounting of blocks. cache: their tensors. runner: computes steps on both.
+        kernel_name: the kernels that serve attention.
+        notes: lines that the user should see.
+        cuda_graphs: whether decode steps are recorded. graph_bytes: memory that the records take.
+    """
+
+    config: EngineConfig
+    model: LoadedModel
+    plan: CachePlan
+    size: CacheSize
+    manager: BlockManager
+    cache: KVCache
+    runner: Runner
+    kernel_name: str
+    notes: list[str] = field(default_factory=list)
+    cuda_graphs: bool = False
+    graph_bytes: int = 0
+
+
+def bind(model: LoadedModel, config: EngineConfig, plan: CachePlan, size: CacheSize) -> Parts:
+    """Allocate the cache of ``plan`` and ``size`` for a loaded model. Raises ConfigError for unknown kernels."""
+    manager = BlockManager(size.rules, config.block_size)
+    cache = KVCache(plan, size, model.info.layers, model.device)
+    runner = Runner(model, cache, manager, config.deterministic)
+    return Parts(config, model, plan, size, manager, cache, runner, _kernels(model.device))
+
+
+def assemble(model: str | ModelSource | LoadedModel, config: EngineConfig, *, progress: bool = False) -> Parts:
+    """Find and load the model where it is not loaded yet, plan and size its cache, bind both, and try them.
+
+    Raises:
+        UserError: the model or the configuration cannot be used. What the configuration and the machine decide is
+            refused before weights are read.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device)
+    if isinstance(model, LoadedModel):
+        _check_loaded(model, config, device)
+        device = model.device
+        _kernels(device)
+        plan = _plan(model.info, config)
+    else:
+        if isinstance(model, str):
+            model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
+        info = inspect_model(model, config.dtype, config.trust_remote_code, config.quantization)
+        _kernels(device)
+        plan = _plan(info, config)
+        _size(plan, config, info, device)  # refuses what can never fit; the weights take their part of the memory below
+        model = load_model(info, device, config.deterministic)
+    size = _size(plan, config, model.info, device)
+    notes = [*model.info.notes, *plan.notes, *_length_notes(model.info, config, plan, size)]
+    # The rotary forward is replaced before the first step.
+    length = min(size.max_model_len, model.info.max_position_embeddings)
+    notes += rotary.install(model.module, length, model.info.source.name)
+    parts = bind(model, config, plan, size)
+    parts.notes = notes
+    try_layers(parts.runner, parts.manager)
+    if plan.window:
+        rotation = try_rotation(parts.runner, parts.manager)
+        parts.runner.sink_rotary = rotation if plan.num_sink_tokens else None
+    _prepare_decode(parts)
+    return parts
+
+
+def _check_loaded(model: LoadedModel, config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError where the configuration asks for another dtype, device or weights than the model has."""
+    if config.dtype != "auto" and getattr(torch, config.dtype) is not model.info.dtype:
+        raise ConfigError(f"dtype {config.dtype} was requested, but the loaded model is {model.info.dtype}: reload it")
+    if config.device != "auto" and device != model.device:
+        raise ConfigError(f"device {config.device} was requested, but the loaded model is on {model.device}: reload it")
+    model.check_weights(config.quantization, config.deterministic)
+
+
+def _kernels(device: torch.device) -> str:
+    try:
+        return backend(device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _plan(info: ModelInfo, config: EngineConfig) -> CachePlan:
+    return plan_cache(info.layers, config, raw_format(info.dtype))
+
+
+def _size(plan: CachePlan, config: EngineConfig, info: ModelInfo, device: torch.device) -> CacheSize:
+    """Sizes by the memory that is free now."""
+    return size_cache(plan, config, info.max_position_embeddings, free_bytes(device), cache_share(device))
+
+
+def _length_notes(info: ModelInfo, config: EngineConfig, plan: CachePlan, size: CacheSize) -> list[str]:
+    notes = []
+    wanted = config.max_model_len or size.model_max_len
+    if size.max_model_len < wanted:
+        notes.append(
+            f"max-model-len lowered from {wanted} to {size.max_model_len}: more does not fit the KV memory"
+        )
+    reach = plan.window + plan.num_sink_tokens
+    if plan.window and reach > info.max_position_embeddings:
+        notes.append(
+            f"window {plan.window} and {plan.num_sink_tokens} sinks span {reach} tokens, but the model was trained for "
+            f"{info.max_position_embeddings}: answers may be worse; lower --window"
+        )
+    return notes
+
+
+def _prepare_decode(parts: Parts) -> None:
+    """Compile or record the decode steps where the configuration and the device ask for it. Raises ModelError."""
+    config, device = parts.config, parts.model.device
+    parts.cuda_graphs = not config.enforce_eager and is_recordable(device)
+    if device.type == "cuda" and not (parts.cuda_graphs or config.enforce_eager):
+        parts.notes.append(f"no CUDA graphs with these kernels ({parts.kernel_name}): decode steps run eagerly")
+    if not (config.compile or parts.cuda_graphs):
+        return
+    free = free_bytes(device)
+    seconds = parts.runner.prepare_decode(
+        config.max_num_seqs,
+        parts.size.max_model_len,
+        "inductor" if config.compile else None,
+        CudaGraphs(device) if parts.cuda_graphs else None,
+    )
+    if parts.cuda_graphs:
+        parts.graph_bytes = max(0, free - free_bytes(device))
+    if config.compile:
+        parts.notes.append(
+            f"compiling decode steps of up to {config.max_num_seqs} sequences took {seconds:.0f} s; "
+            f"the compiled code is kept for the next run in {keep_compiled_code()}"
+        )
