@@ -44,8 +44,8 @@ _FAR = 10.0  # times the median layer
 
 
 class _Band(NamedTuple):
-    """What healthy models stay below without a residual: a layer's error from its keys or its values alone, the mean
-    KLD; and below ``floor`` a layer's error is never worth a word."""
+    """Limits of healthy models without a residual. limit: a layer's error from its keys or its values alone. kld: the
+    mean KLD. Errors below ``floor`` are never reported."""
 
     floor: float
     limit: float
@@ -86,7 +86,7 @@ class LayerError(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the probe found. kld: mean natural-log KL of the next-token distributions from those with an exact cache."""
+    """The probe's result. kld: mean KL divergence (natural logarithm) from the predictions of an exact cache."""
 
     layers: list[LayerError]
     kld: float
@@ -111,7 +111,7 @@ def _side(llm: LLM, config: EngineConfig, num_tokens: int) -> Parts:
 
 
 def layer_formats_of(llm: LLM) -> list[tuple[str, str]]:
-    """(K, V) format names that every layer of the engine really has."""
+    """(K, V) format names of every layer of the engine."""
     formats = {}
     for group in llm.plan.groups:
         layout = llm.plan.pools[group.pool_id].layouts[0]
@@ -121,7 +121,7 @@ def layer_formats_of(llm: LLM) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Probe:
-    """Outcome of one run of tokens; see `Verdict`. klds: float64 [tokens]."""
+    """Result for one text; see `Verdict`. klds: float64 [tokens]."""
 
     layers: list[LayerError]
     klds: torch.Tensor
@@ -129,9 +129,10 @@ class Probe:
 
 @torch.inference_mode()
 def probe_tokens(llm: LLM, token_ids: Sequence[int]) -> Probe:
-    """Run tokens in one chunk through an exact cache and one of the engine's formats, without residual, beside its own.
+    """Run tokens in one chunk through an exact cache and through one of the engine's formats without residual.
 
-    The exact run also shows each layer's inputs to caches that quantize keys, values or both.
+    Both caches lie beside the engine's. The exact run also gives each layer's inputs to caches that quantize keys,
+    values or both.
     """
     count, raw = len(token_ids), raw_format(llm.model.info.dtype).name
     chunk = Chunk(Request(_SEQ_ID, list(token_ids), SamplingParams()), 0, count, True)
@@ -165,7 +166,7 @@ def probe_tokens(llm: LLM, token_ids: Sequence[int]) -> Probe:
 
 
 def probe_text(llm: LLM) -> list[int]:
-    """NUM_TOKENS tokens of the built-in text, after a BOS where the tokenizer knows one."""
+    """NUM_TOKENS tokens: a BOS where the tokenizer has one, then the built-in text."""
     tokenizer = llm.model.tokenizer
     ids: list[int] = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     ids = [token for token in ids if token < llm.model.token_limit] or [0]
@@ -176,10 +177,10 @@ def probe_text(llm: LLM) -> list[int]:
 
 
 def probe(llm: LLM, *, keep: bool = True) -> Verdict | None:
-    """Judge the engine's cache format on its model; None where nothing is quantized.
+    """Check that the engine's KV format suits its model; None where no layer is quantized.
 
-    ``keep``: a verdict that was found before for the same model, formats and kernels is read from lean's folder, and a
-    new one is written there.
+    ``keep``: read an earlier verdict for the same model, formats and kernels from lean's folder, and write a new one
+    there.
     """
     formats = layer_formats_of(llm)
     if not any(FORMATS[name].quantized for pair in formats for name in pair):
@@ -202,7 +203,7 @@ def probe(llm: LLM, *, keep: bool = True) -> Verdict | None:
 
 
 def _outliers(names: Sequence[str], errors: Sequence[float]) -> set[int]:
-    """Layers beyond their format's limit, or beyond its floor and far from the layers that share the format."""
+    """Layers with an error above their format's limit, or above its floor and far above the format's median layer."""
     found = set()
     for name in set(names) & set(_BANDS):
         band = _BANDS[name]
@@ -216,7 +217,7 @@ def _outliers(names: Sequence[str], errors: Sequence[float]) -> set[int]:
 
 
 def _warning(name: str, formats: list[tuple[str, str]], layers: list[LayerError], kld: float) -> str | None:
-    """One line that names the worst layers and the way out; None where all is as usual."""
+    """One line that names the worst layers and what to do; None where all errors are as usual."""
     keys = _outliers([k for k, _ in formats], [layer.keys for layer in layers])
     values = _outliers([v for _, v in formats], [layer.values for layer in layers])
     bad = sorted(keys | values, key=lambda layer: -layers[layer].both)
@@ -239,7 +240,7 @@ def _warning(name: str, formats: list[tuple[str, str]], layers: list[LayerError]
 
 
 def _key(llm: LLM) -> str:
-    """Names the model's files as they are now, and everything that the verdict depends on."""
+    """A digest of the model's files as they are now, and of everything else that the verdict depends on."""
     source = llm.model.info.source
     folder = Path(source.folder)
     files = [folder / source.gguf_file] if source.gguf_file else sorted(folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, read through the cache: the base of every figure that lean prints."""
+"""Log-probabilities of given tokens, read through the cache: the base of every accuracy figure that lean prints."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from lean.errors import EMPTY_PROMPT, EngineError, RequestError
 
 
 class TokenScores(NamedTuple):
-    """Of every token of a sequence but the first, given those before it.
+    """Scores of every token of a sequence but the first, given the tokens before it. On the CPU.
 
-    logprobs: float32 [n - 1] (float64 for a float64 model), natural logarithm. greedy: bool [n - 1], whether it was the
-    likeliest token (the lowest id among equals). Both on the CPU. Rows that pad the vocabulary belong to the
-    distribution, as in transformers, but are never the likeliest.
+    logprobs: float32 [n - 1] (float64 for a float64 model), natural logarithm. greedy: bool [n - 1], whether the token
+    was the most likely one (the lowest id among equals). Ids that pad the vocabulary belong to the distribution, as in
+    transformers, but are never the most likely.
     """
 
     logprobs: torch.Tensor
@@ -59,9 +59,9 @@ def hidden_states_of(engine: Engine, sequences: Sequence[Sequence[int]]) -> Iter
 
 @torch.inference_mode()
 def score_rows(engine: Engine, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Rows [n, hidden_size] against the tokens [n] that they should predict.
+    """Score rows [n, hidden_size] against the tokens [n] that they should predict.
 
-    A lone row is doubled on the way: several threads would share its sum and round it otherwise than in company.
+    A single row is computed twice: several threads would share its sum and round it differently than beside others.
     """
     logits = engine.runner.logits(hidden if len(hidden) > 1 else hidden.expand(2, -1))
     logprobs = logits.gather(1, targets[:, None].expand(len(logits), 1))[:, 0] - logits.logsumexp(-1)
@@ -78,8 +78,8 @@ def score_many(
     ``progress`` is called with the number of tokens scored since its last call.
 
     Yields:
-        (index of the sequence, its scores), as sequences end; a deterministic engine gives the same bits whatever runs
-        beside a sequence.
+        (index of the sequence, its scores), in the order in which sequences end. A deterministic engine gives a sequence
+        the same bits in any company.
 
     Raises:
         RequestError: a sequence cannot be served. EngineError: the model computes non-finite numbers.

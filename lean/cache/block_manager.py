@@ -1,11 +1,10 @@
-"""Which block belongs to whom: ids and counts only, no tensors.
+"""Which sequence owns which block: ids and counts only, no tensors.
 
-A pool keeps every token of a sequence, or, with a window, only what some future query can still see: the last
-``window`` tokens and the first ``num_sink_tokens``. Blocks that left go back to the pool and the table points at the
-null block in their place, so that positions stay aligned.
+A pool keeps every token of a sequence. With a window it keeps only what a future query can see: the last ``window``
+tokens and the first ``num_sink_tokens``. Evicted blocks go back to the pool, and the table names the null block in
+their place, so that positions stay aligned.
 
-Sequences may share blocks after a fork. A block is written by one sequence only: whoever writes into a shared one gets
-a copy first (copy on write).
+Sequences may share blocks after a fork. A shared block is copied before a sequence writes into it (copy on write).
 """
 
 import hashlib
@@ -27,7 +26,7 @@ def hash_block(parent: bytes | None, token_ids: Sequence[int], salt: str = "", g
 
 @dataclass(frozen=True)
 class PoolRule:
-    """What a pool holds: ``num_blocks`` usable blocks, and which tokens stay. window 0 keeps all."""
+    """A pool's ``num_blocks`` usable blocks, and which tokens it keeps. window 0 keeps all."""
 
     num_blocks: int
     window: int = 0
@@ -39,7 +38,7 @@ class PoolRule:
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks with reference counts; block 0 is the null block, never handed out."""
+    """Blocks 1 .. num_blocks with reference counts. Block 0 is the null block and is never taken."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -56,20 +55,20 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def take(self) -> int:
-        """A free block; what it held is forgotten. Raises KeyError when none is left."""
+        """Take the least recently used free block; its hash is removed. Raises KeyError when no block is free."""
         block, _ = self._free.popitem(last=False)
         self.hashes[block] = None
         self.refs[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more reference to a block in use."""
+        """Add a reference to a block in use."""
         if self.refs[block] < 1:
             raise ValueError(f"block {block} is not in use")
         self.refs[block] += 1
 
     def drop(self, block: int) -> None:
-        """Give one reference back; the last one frees the block."""
+        """Remove a reference; a block without references is free."""
         if self.refs[block] < 1:
             raise ValueError(f"block {block} is not in use")
         self.refs[block] -= 1
@@ -86,7 +85,7 @@ class BlockPool:
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """The bytes of a block that must be copied within its pool before anything else is written."""
+    """A block whose bytes must be copied within its pool before the next write."""
 
     pool: int
     source: int
@@ -97,8 +96,8 @@ class BlockCopy:
 class _Sequence:
     tables: list[array]  # per pool, one id (int32) per block of positions
     num_tokens: int
-    first_kept: list[int]  # per pool, blocks before it (sinks aside) are gone
-    num_evicted: list[int]  # per pool, how often its table names the null block
+    first_kept: list[int]  # per pool: index of the first block that is not evicted, sinks aside
+    num_evicted: list[int]  # per pool: how often its table names the null block
 
 
 class BlockManager:
@@ -108,7 +107,7 @@ class BlockManager:
         self.rules = tuple(rules)
         self.block_size = block_size
         self.pools = [BlockPool(rule.num_blocks) for rule in rules]
-        self.copies: list[BlockCopy] = []  # in this order, before the next write; whoever made them clears the list
+        self.copies: list[BlockCopy] = []  # to be made in this order before the next write; the maker clears the list
         self._sequences: dict[int, _Sequence] = {}
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -118,7 +117,7 @@ class BlockManager:
         return _Sequence([array("i") for _ in self.pools], 0, [0] * len(self.pools), [0] * len(self.pools))
 
     def _tail_is_shared(self, seq: _Sequence, pool: int) -> bool:
-        """Whether the next token goes into a block that another sequence reads."""
+        """Whether the next token goes into a block that another sequence reads too."""
         return seq.num_tokens % self.block_size > 0 and self.pools[pool].refs[seq.tables[pool][-1]] > 1
 
     def can_append(self, seq_id: int, num_tokens: int) -> bool:
@@ -130,7 +129,7 @@ class BlockManager:
     def append(self, seq_id: int, num_tokens: int) -> None:
         """Make room for ``num_tokens`` > 0 more tokens of a sequence, new or known.
 
-        All pools or, with an error, none. May add to ``copies``.
+        Changes all pools, or none where it raises ValueError. May add to ``copies``.
         """
         if not self.can_append(seq_id, num_tokens):
             raise ValueError(f"sequence {seq_id}: no blocks for {num_tokens} more tokens")
@@ -147,7 +146,7 @@ class BlockManager:
         seq.num_tokens += num_tokens
 
     def fork(self, parent: int, child: int) -> None:
-        """A new sequence with all tokens of another; takes no blocks until one of them writes."""
+        """A new sequence with all tokens of another. It takes no blocks until one of the two writes."""
         if child in self._sequences:
             raise ValueError(f"sequence {child} exists")
         seq = self._sequences[parent]
@@ -160,7 +159,7 @@ class BlockManager:
                     pool.share(block)
 
     def evict(self, seq_id: int) -> None:
-        """Free the blocks that no token after the present last one can see."""
+        """Free the blocks that no token after the last one can see."""
         seq = self._sequences[seq_id]
         for index, (rule, pool, table) in enumerate(zip(self.rules, self.pools, seq.tables)):
             first = first_in_window(seq.num_tokens, rule.window) // self.block_size
@@ -172,7 +171,7 @@ class BlockManager:
             seq.first_kept[index] = max(seq.first_kept[index], first)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Forget the tokens from ``num_tokens`` on. Raises ValueError where the window before them is gone already."""
+        """Drop the tokens from ``num_tokens`` on. Raises ValueError where the window before them has been evicted."""
         seq = self._sequences[seq_id]
         if not 0 <= num_tokens <= seq.num_tokens:
             raise ValueError(f"sequence {seq_id} holds {seq.num_tokens} tokens, cannot truncate to {num_tokens}")
@@ -191,7 +190,7 @@ class BlockManager:
             seq.first_kept[index] = min(seq.first_kept[index], len(table))
 
     def free(self, seq_id: int) -> None:
-        """Give back everything a sequence holds; unknown sequences hold nothing."""
+        """Free all blocks of a sequence; unknown sequences are ignored."""
         seq = self._sequences.pop(seq_id, None)
         if seq is None:
             return
@@ -201,7 +200,7 @@ class BlockManager:
                     pool.drop(block)
 
     def table(self, seq_id: int, pool: int) -> array:
-        """Block ids of a sequence in one pool, by position; the null block where evicted. Not to be changed."""
+        """Block ids of a sequence in one pool by position, the null block where evicted. Callers must not change it."""
         return self._sequences[seq_id].tables[pool]
 
     @property
@@ -213,15 +212,15 @@ class BlockManager:
         return self._sequences[seq_id].num_tokens if seq_id in self._sequences else 0
 
     def tokens_held(self) -> int:
-        """Tokens in the cache, of all sequences."""
+        """Tokens of all sequences in the cache."""
         return sum(seq.num_tokens for seq in self._sequences.values())
 
     def tokens_kept(self, pool: int) -> int:
-        """Tokens whose block in this pool has not been evicted, of all sequences."""
+        """Tokens of all sequences whose block in this pool has not been evicted."""
         return sum(seq.num_tokens - self.block_size * seq.num_evicted[pool] for seq in self._sequences.values())
 
     def check_integrity(self) -> None:
-        """Every block is free or referenced exactly as often as tables name it. Raises AssertionError."""
+        """Raise AssertionError unless every block is free, or referenced as often as the tables name it."""
         for index, pool in enumerate(self.pools):
             pool.check_integrity()
             named = [0] * (pool.num_blocks + 1)

@@ -13,9 +13,9 @@ from lean.kernels.ops import LayerPool
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one attention layer needs to find its K/V: its group and its share of the group's pools.
+    """Where one attention layer's K/V lie: its group, and its part of the group's pools.
 
-    ``own_window`` is the model's, 0 for full attention, whatever window the user put over it.
+    ``own_window`` is the model's window, 0 for full attention; a --window does not change it.
     """
 
     group: CacheGroup
@@ -25,9 +25,9 @@ class LayerCache:
 
 
 class KVCache:
-    """Arenas ``[num_blocks + 1, block_bytes]`` of all pools; a block's bytes for all layers lie together.
+    """Arenas ``[num_blocks + 1, block_bytes]`` of all pools; the bytes of a block for all layers are contiguous.
 
-    Memory is not cleared: nothing that was never written may ever matter.
+    Memory is not cleared: bytes that were never written must not influence any result.
     """
 
     def __init__(self, plan: CachePlan, size: CacheSize, shapes: Sequence[LayerShape], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Cache groups and their pools: which layers share what rule, what a block of each pool holds, how many there are."""
+"""Cache groups and their pools: which layers share a rule, and what a block of each pool holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from lean.quant.formats import BF16, KVFormat, describe
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One attention layer of a model, as its cache sees it. window 0 is full attention."""
+    """The shape of one attention layer. window 0 is full attention."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -24,13 +24,13 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """A block pool before it has a size: the layers in it, in order, and which tokens stay."""
+    """A block pool before it has a size: its layers in order, and which tokens it keeps."""
 
     layers: tuple[int, ...]
     layouts: tuple[KVLayout, ...]
     window: int
     num_sink_tokens: int
-    exact: bool  # the exact copies beside a quantized pool
+    exact: bool  # holds the exact copies beside a quantized pool
 
     @cached_property
     def block_bytes(self) -> int:
@@ -42,15 +42,15 @@ class PoolSpec:
 
     @cached_property
     def bytes_per_token_bf16(self) -> int:
-        """What a token would take here as bf16."""
+        """Bytes of one token in this pool if it were bf16."""
         return sum(replace(layout, k_format=BF16, v_format=BF16).bytes_per_token for layout in self.layouts)
 
     def offset(self, layer: int) -> int:
-        """Where in a block the part of ``layer`` starts, in bytes."""
+        """Byte offset of ``layer``'s part in a block."""
         return sum(layout.nbytes for layout in self.layouts[: self.layers.index(layer)])
 
     def most_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Most blocks a sequence of ``num_tokens`` holds here while it decodes."""
+        """The most blocks that a sequence of ``num_tokens`` holds in this pool while it decodes."""
         blocks = blocks_for(num_tokens, block_size)
         if not self.window:
             return blocks
@@ -68,8 +68,8 @@ class CacheGroup:
 
     Attributes:
         window: a token sees itself and the window - 1 tokens before it; 0: all.
-        num_sink_tokens: the first so many tokens are seen from beyond the window too.
-        residual_length, num_exact_sinks: what is read from the exact pool; 0, 0 without a residual.
+        num_sink_tokens: number of initial tokens that stay visible beyond the window.
+        residual_length, num_exact_sinks: numbers of recent and initial tokens read from the exact pool; 0 without one.
         pool_id, exact_pool_id: indices into the plan's pools.
     """
 
@@ -86,7 +86,7 @@ class CacheGroup:
 class CachePlan:
     """All groups and pools of a model under one configuration.
 
-    ``window`` is the user's, 0 where it bounds no layer. ``notes`` are lines the user should see.
+    ``window`` is the user's, 0 where it bounds no layer. ``notes`` are lines that the user should see.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -97,12 +97,12 @@ class CachePlan:
 
     @property
     def bounded(self) -> bool:
-        """Whether every layer has a window: memory is then constant, however long a sequence."""
+        """Whether every layer has a window: the memory of a sequence then does not depend on its length."""
         return all(group.window for group in self.groups)
 
     @property
     def formats(self) -> tuple[tuple[KVFormat, ...], tuple[KVFormat, ...]]:
-        """The K formats and the V formats in use, exact copies left out."""
+        """The K formats and the V formats in use, exact pools excluded."""
         layouts = [self.pools[group.pool_id].layouts[0] for group in self.groups]
         k, v = ([layout.k_format for layout in layouts], [layout.v_format for layout in layouts])
         return tuple(dict.fromkeys(k)), tuple(dict.fromkeys(v))
@@ -121,7 +121,7 @@ class CachePlan:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in the pools that hold the cache proper (exact copies left out), all layers."""
+        """Bytes of one token in all layers, exact pools excluded."""
         return sum(pool.bytes_per_token for pool in self.pools if not pool.exact)
 
     @property
@@ -129,11 +129,11 @@ class CachePlan:
         return sum(pool.bytes_per_token_bf16 for pool in self.pools if not pool.exact)
 
     def bytes_at(self, num_tokens: int) -> int:
-        """Bytes that the blocks of one sequence of ``num_tokens`` occupy, exact copies included."""
+        """Bytes of the blocks that one sequence of ``num_tokens`` occupies, exact pools included."""
         return sum(pool.most_blocks(num_tokens, self.block_size) * pool.block_bytes for pool in self.pools)
 
     def bytes_at_bf16(self, num_tokens: int) -> int:
-        """The same tokens in bf16, without blocks."""
+        """Bytes of the same tokens in bf16, without rounding to blocks."""
         return sum(
             min(num_tokens, group.window + group.num_sink_tokens if group.window else num_tokens)
             * self.pools[group.pool_id].bytes_per_token_bf16
@@ -156,7 +156,7 @@ class _Rule:
 def _layer_rules(
     layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat
 ) -> tuple[list[_Rule], list[str]]:
-    """The rule of every layer, and notes. Raises ConfigError where a head_dim does not fit its format."""
+    """The rule of every layer, and notes for the user. Raises ConfigError where a head_dim does not fit its format."""
     formats = layer_formats(len(layers), config.kv_dtype, config.kv_layers, config.kv_skip_layers, dtype_format)
     length, sinks = config.residual(any(fmt.quantized for pair in formats for fmt in pair))
     rules = []
@@ -171,13 +171,13 @@ def _layer_rules(
         window = layer.window or config.window or 0
         seen = sinks if window and not layer.window else 0
         exact = length if k.quantized or v.quantized else 0
-        if window and window <= exact:  # nothing quantized would ever be read
+        if window and window <= exact:  # the residual covers the window: quantized copies would never be read
             k = v = dtype_format
             exact = 0
             covered.add(window)
         rules.append(_Rule(window, seen, k, v, exact, sinks if exact else 0))
     notes = [
-        f"layers with window {window} stay {dtype_format.name}: the residual of {length} covers them"
+        f"layers with window {window} stay {dtype_format.name}: the residual of {length} tokens covers the window"
         for window in sorted(covered)
     ]
     return rules, notes
@@ -196,7 +196,7 @@ def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format:
         pools.append(PoolSpec(members, layouts, window, sinks, exact))
         return len(pools) - 1
 
-    # Full attention first, then by window; among equals in order of the layers.
+    # Full attention first, then by window; equal windows in the order of the layers.
     for rule in sorted(dict.fromkeys(rules), key=lambda rule: rule.window):
         members = tuple(index for index, own in enumerate(rules) if own == rule)
         # Sinks that are read exact need not stay in the quantized pool.
@@ -204,7 +204,7 @@ def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format:
         pool = add_pool(members, rule.k_format, rule.v_format, rule.window, kept_sinks, exact=False)
         exact_pool = None
         if rule.residual_length:
-            # Exact copies lie in the rotated basis, so that both parts share one query and one accumulator.
+            # Exact copies are stored in the rotated basis, so that both pools share one query and one accumulator.
             k_exact = replace(dtype_format, rotate=rule.k_format.rotate)
             v_exact = replace(dtype_format, rotate=rule.v_format.rotate)
             exact_pool = add_pool(members, k_exact, v_exact, rule.residual_length, rule.num_exact_sinks, exact=True)
@@ -221,10 +221,10 @@ def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format:
         )
     window = config.window if config.window and any(not layer.window for layer in layers) else 0
     if config.window and not window:
-        notes.append(f"window {config.window} changes nothing: every layer of this model has a window of its own")
+        notes.append(f"--window {config.window} has no effect: every layer of this model already has a window")
     return CachePlan(tuple(groups), tuple(pools), config.block_size, window, tuple(notes))
 
 
 def _most_blocks_spanned(num_tokens: int, block_size: int) -> int:
-    """Most blocks that ``num_tokens`` consecutive tokens can touch, wherever they start."""
+    """The most blocks that ``num_tokens`` consecutive tokens can touch, at any start."""
     return (num_tokens + block_size - 2) // block_size + 1

@@ -8,7 +8,7 @@ from lean.cache.plan import CachePlan
 
 @dataclass(frozen=True)
 class PoolUse:
-    """What one pool holds at one moment; a row of ``kv.pools`` in reports. Bytes are those of its blocks in use."""
+    """What one pool holds at one moment; a row of ``kv.pools`` in reports. ``bytes_held`` counts the blocks in use."""
 
     layers: list[int]
     format: str
@@ -26,8 +26,8 @@ class PoolUse:
 class CacheUse:
     """What the cache holds at one moment.
 
-    ``bytes_held`` is what the blocks in use really occupy, exact copies included; ``bytes_if_bf16`` is for the same
-    tokens in bf16, without blocks.
+    ``bytes_held`` counts the blocks in use, exact pools included. ``bytes_if_bf16`` is for the same tokens in bf16,
+    without rounding to blocks.
     """
 
     tokens_held: int

@@ -121,9 +121,7 @@ def _length_notes(info: ModelInfo, config: EngineConfig, plan: CachePlan, size: 
     notes = []
     wanted = config.max_model_len or size.model_max_len
     if size.max_model_len < wanted:
-        notes.append(
-            f"max-model-len lowered from {wanted} to {size.max_model_len}: more does not fit the KV memory"
-        )
+        notes.append(f"max-model-len lowered from {wanted} to {size.max_model_len}: more does not fit the KV memory")
     reach = plan.window + plan.num_sink_tokens
     if plan.window and reach > info.max_position_embeddings:
         notes.append(

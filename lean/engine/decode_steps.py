@@ -1,8 +1,8 @@
 """Decode steps on fixed tensors, so that one compiled or recorded step serves them all.
 
-A decode step adds one token to each of its sequences. Its inputs are written into the same tensors every time, for one
-of a few numbers of rows (buckets); what a step has fewer is padding. torch.compile then sees each bucket's shapes once,
-and a CUDA graph its addresses.
+A decode step adds one token to each of its sequences. Its inputs are written into the same tensors every time, padded
+to one of a few numbers of rows (buckets). torch.compile then sees each bucket's shapes once, and a CUDA graph sees the
+same addresses at every step.
 """
 
 from __future__ import annotations
@@ -11,169 +11,30 @@ import os
 import time
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 
-from lean.cache.tables import block_table, slots
+from lean.engine.decode_batch import DecodeBatch
 from lean.errors import ModelError, one_line
-from lean.kernels.layout import blocks_for
 from lean.model.attention import AttentionBatch
-from lean.model.rotary import SinkRotary, SinkTurn
 from lean.store.pull import cache_dir
 
 if TYPE_CHECKING:
-    from lean.cache.block_manager import BlockManager
     from lean.engine.scheduler import Chunk
-
-# Tokens that block tables reach over at first. Longer sequences double it, which records again but compiles nothing.
-FIRST_REACH = 2**17
 
 Decoder = Callable[[torch.Tensor, torch.Tensor, AttentionBatch], torch.Tensor]
 Step = Callable[[], torch.Tensor]
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of rows that steps of up to ``max_num_seqs`` sequences are padded to: 1, 2, 4, ... and the most."""
+    """Numbers of rows that steps are padded to: the powers of two below ``max_num_seqs``, and ``max_num_seqs``."""
     powers = [1 << n for n in range(max_num_seqs.bit_length())]
     return (*(rows for rows in powers if rows < max_num_seqs), max_num_seqs)
 
 
-class _Buffer:
-    """Numbers that the host writes and the device reads: one tensor on a CPU, else pinned memory and its copy."""
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        on_host = device.type == "cpu"
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=not on_host)
-        self.tensor = self._host if on_host else torch.zeros(shape, dtype=dtype, device=device)
-        self.values = self._host.numpy()
-
-    def send(self, rows: int) -> None:
-        """Let the device see the first ``rows``, in order with its work and without waiting for it.
-
-        The next step may write here all the same: it begins when this one's logits have been read.
-        """
-        if self.tensor is not self._host:
-            self.tensor[:rows].copy_(self._host[:rows], non_blocking=True)
-
-
-@dataclass(frozen=True)
-class DecodeInputs:
-    """What the decoder is called with: input_ids, position_ids int64 [1, rows] and where the rows lie in the cache."""
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    batch: AttentionBatch
-
-
-class DecodeBatch:
-    """The inputs of decode steps: fixed tensors, filled in place.
-
-    Rows behind the step's own are padding, for which kernels write nothing and give zeros: slot -1, no query row
-    (query_start_loc stays at its last value), seq_len 0.
-    """
-
-    def __init__(
-        self,
-        manager: BlockManager,
-        max_num_seqs: int,
-        max_model_len: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        sink_rotary: SinkRotary | None,
-    ) -> None:
-        """``dtype``: of the queries. ``sink_rotary``: where sinks stay visible beyond a window."""
-        self._manager, self._device, self._rotary = manager, device, sink_rotary
-        self.max_num_seqs = max_num_seqs
-        # The table of a pool with a window is as wide as any: its columns are positions, evicted ones the null block.
-        most = blocks_for(max_model_len, manager.block_size)
-        self._width = min(most, blocks_for(FIRST_REACH, manager.block_size))
-        self.grows = self._width < most
-
-        def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> _Buffer:
-            return _Buffer(shape, dtype, device)
-
-        self._ids, self._positions = buffer(max_num_seqs), buffer(max_num_seqs)
-        self._starts = buffer(max_num_seqs + 1, dtype=torch.int32)
-        self._lens = buffer(max_num_seqs, dtype=torch.int32)
-        self._slots = [buffer(max_num_seqs) for _ in manager.pools]
-        self._turn: list[_Buffer] = []
-        if sink_rotary is not None:
-            wide = torch.promote_types(dtype, torch.float32)
-            self._turn = [buffer(max_num_seqs, 1, sink_rotary.inv_freq.shape[0], dtype=wide) for _ in "cs"]
-        self._make_tables()
-
-    def _make_tables(self) -> None:
-        shape = self.max_num_seqs, self._width
-        self._tables = [_Buffer(shape, torch.int32, self._device) for _ in self._manager.pools]
-
-    def reserve(self, num_tokens: int) -> bool:
-        """Let block tables reach over so many tokens. True where that made new ones: earlier inputs are void."""
-        blocks = blocks_for(num_tokens, self._manager.block_size)
-        if blocks <= self._width:
-            return False
-        while self._width < blocks:
-            self._width *= 2
-        self._make_tables()
-        return True
-
-    def inputs(self, rows: int) -> DecodeInputs:
-        """The first ``rows`` rows of the fixed tensors."""
-        tables = tuple(table.tensor[:rows] for table in self._tables)
-        if self.grows:
-            for table in tables:
-                torch._dynamo.mark_dynamic(table, 1)
-        turn = None
-        if self._rotary is not None:
-            cos, sin = (part.tensor[:rows] for part in self._turn)
-            turn = SinkTurn(cos, sin, self._rotary.pairs)
-        ids, positions = self._ids.tensor[:rows], self._positions.tensor[:rows]
-        batch = AttentionBatch(
-            query_start_loc=self._starts.tensor[: rows + 1],
-            seq_lens=self._lens.tensor[:rows],
-            positions=positions,
-            slot_mapping=tuple(buffer.tensor[:rows] for buffer in self._slots),
-            block_tables=tables,
-            sink_turn=turn,
-        )
-        return DecodeInputs(ids[None], positions[None], batch)
-
-    def fill(self, chunks: Sequence[Chunk], rows: int, shifts: Sequence[int]) -> None:
-        """Write a step's chunks of one token each, and padding behind them up to ``rows``.
-
-        ``shifts``: by how much each chunk's query is turned back for the sinks; unused without ``sink_rotary``.
-        """
-        count = len(chunks)
-        own, rest = slice(count), slice(count, rows)
-        self._ids.values[own] = [chunk.request.tokens(chunk.start, chunk.end)[0] for chunk in chunks]
-        self._positions.values[own] = [chunk.start for chunk in chunks]
-        self._lens.values[own] = [chunk.end for chunk in chunks]
-        self._starts.values[: count + 1] = range(count + 1)
-        self._starts.values[count + 1 : rows + 1] = count
-        for part in (self._ids, self._positions, self._lens, *self._tables):
-            part.values[rest] = 0
-        seq_ids, lines = [chunk.request.seq_id for chunk in chunks], numpy.arange(count)
-        for pool_id, (buffer, tables) in enumerate(zip(self._slots, self._tables)):
-            buffer.values[rest] = -1
-            if count:
-                table = block_table(self._manager, seq_ids, pool_id)
-                tables.values[own, : table.shape[1]] = table
-                tables.values[own, table.shape[1] :] = 0
-                buffer.values[own] = slots(table, lines, self._positions.values[own], self._manager.block_size)
-        if self._rotary is not None:
-            turn = self._rotary.back(torch.tensor(shifts, dtype=torch.long), torch.device("cpu"))
-            for part, values, still in zip(self._turn, (turn.cos, turn.sin), (1, 0)):
-                part.values[own] = values.numpy()
-                part.values[rest] = still
-        self._starts.send(rows + 1)
-        for part in (self._ids, self._positions, self._lens, *self._slots, *self._tables, *self._turn):
-            part.send(rows)
-
-
 class CudaGraphs:
-    """Records steps as CUDA graphs that share one memory pool, since only one of them ever runs.
+    """Records steps as CUDA graphs. They share one memory pool, since only one of them runs at a time.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
@@ -182,14 +43,14 @@ class CudaGraphs:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
-        """What is returned runs the step's kernels again, on the same tensors, the one it returned included."""
+        """Returns a function that runs the step's kernels again on the same tensors, its output included."""
         with torch.cuda.device(self._device):
             return self._record(step)
 
     def _record(self, step: Step) -> Step:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what libraries and compilers do at first must not be recorded
+        with torch.cuda.stream(stream):  # the first calls of libraries and compilers must not be recorded
             for _ in range(2):
                 step()
         torch.cuda.current_stream().wait_stream(stream)
@@ -205,7 +66,7 @@ class CudaGraphs:
 
 
 class DecodeSteps:
-    """Runs decode steps bucket by bucket, each bucket's step made ready once."""
+    """Runs decode steps. Each bucket's step is compiled or recorded once."""
 
     def __init__(
         self,
@@ -221,7 +82,7 @@ class DecodeSteps:
             name: the model's, for messages.
             decoder: input_ids, position_ids [1, rows] and their batch -> hidden states [rows, hidden_size].
             backend: torch.compile's, e.g. ``inductor``; None compiles nothing.
-            record: makes a step that runs again without Python, e.g. `CudaGraphs`; None calls it every time.
+            record: returns a step that runs again without Python, e.g. `CudaGraphs`; None calls the decoder each time.
         """
         self._name, self._decoder, self._batch = name, decoder, batch
         self._backend, self._record = backend, record
@@ -230,11 +91,11 @@ class DecodeSteps:
         self._steps: dict[int, Step] = {}
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether a step is a decode step: one token of every sequence."""
+        """Whether a step is a decode step that fits: one token of each sequence."""
         return len(chunks) <= self._buckets[-1] and all(chunk.end - chunk.start == 1 for chunk in chunks)
 
     def warm_up(self) -> float:
-        """Make every bucket ready, on padding alone; returns the seconds it took. Raises ModelError."""
+        """Compile or record every bucket on padding alone. Returns the seconds it took. Raises ModelError."""
         started = time.perf_counter()
         for rows in reversed(self._buckets):  # the largest first: the others fit into its memory
             self._batch.fill([], rows, [])
@@ -288,20 +149,20 @@ class DecodeSteps:
 
 
 def _own_copy(function: Any) -> Any:
-    """The function with a code object of its own.
+    """A copy of the function with its own code object.
 
-    torch.compile keeps its results by code object, a few at most, and tells them apart by guards, which take 3% of a
-    step. A copy for every bucket has a single result, and nothing that it depends on ever changes: the modules, the
-    shapes and the tensors themselves. (Products are calls of torch's, which look at oneDNN's switch when they run.)
+    torch.compile keeps a few results per code object and selects among them by guards, which take 3% of a step. A copy
+    per bucket has a single result, and nothing that the result depends on changes: modules, shapes and tensors stay the
+    same. (Products call torch, which reads oneDNN's switch when they run.)
     """
     code, names = function.__code__.replace(), function.__globals__
     return types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
 
 
 def keep_compiled_code() -> str:
-    """Where compiled code stays for the next run: TORCHINDUCTOR_CACHE_DIR, else a folder beside the models.
+    """The folder that keeps compiled code for the next run: TORCHINDUCTOR_CACHE_DIR, else one beside the models.
 
-    Importing torch's compiler writes its default, a temporary folder, into that variable: this counts as not given.
+    Importing torch's compiler writes its default, a temporary folder, into that variable; the default counts as unset.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

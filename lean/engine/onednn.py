@@ -1,7 +1,7 @@
-"""oneDNN's switch, which is the whole process's: off for products of a single row, left alone in deterministic mode.
+"""oneDNN's switch, one per process: off for products of a single row, untouched in deterministic mode.
 
-A decode step of one sequence multiplies one row with every weight. For that row torch's own matrix-vector kernel reads
-bfloat16 weights 1.6 to 2.4 times as fast as oneDNN does, with the same float32 sums (torch 2.13, two cores with
+A decode step of one sequence multiplies one row with every weight. For a single row torch's own matrix-vector kernel
+reads bfloat16 weights 1.6 to 2.4 times as fast as oneDNN, with the same float32 sums (torch 2.13, two cores with
 AVX-512, layers 576 and 2,048 wide). From three rows on it is several times slower.
 """
 
@@ -18,7 +18,7 @@ _onednn: Any = torch.backends.mkldnn
 
 
 class _Use:
-    """Steps that run now: those that have turned oneDNN off, and those that need it as it is."""
+    """Numbers of running steps that have turned oneDNN off, and of those that need it unchanged."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -29,10 +29,11 @@ _use = _Use()
 
 
 def favours_single_row(module: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `single_row_products` is faster for a model in ``dtype``, all of it.
+    """Whether `single_row_products` makes a whole model in ``dtype`` faster.
 
-    That is bfloat16 on x86 (float16 and float32 come out alike, other machines were not tried), with all weights in
-    linear layers and embeddings: on gpt-oss's experts, which lie the other way round, it is 12 times slower.
+    True for bfloat16 on x86 with all weights in linear layers and embeddings. With float16 and float32 the times are
+    equal, and other machines were not measured. On gpt-oss's experts, whose weights are transposed, it is 12 times
+    slower.
     """
     if dtype is not torch.bfloat16 or device.type != "cpu" or not _IS_X86 or not _onednn.is_available():
         return False
@@ -46,9 +47,9 @@ def favours_single_row(module: torch.nn.Module, dtype: torch.dtype, device: torc
 
 @contextmanager
 def single_row_products() -> Iterator[None]:
-    """Products without oneDNN, where the process lets it be turned off and no deterministic step runs beside.
+    """Products without oneDNN, unless its switch is frozen or a deterministic step runs at the same time.
 
-    Other threads' products are as right meanwhile; those of many bfloat16 rows take several times as long.
+    Products of other threads stay correct meanwhile; those of many bfloat16 rows take several times as long.
     """
     ours = False
     try:
@@ -70,7 +71,7 @@ def single_row_products() -> Iterator[None]:
 
 @contextmanager
 def onednn_as_it_is() -> Iterator[None]:
-    """lean does not turn it meanwhile, which would change the bits of products. Waits for the steps that have."""
+    """Keep oneDNN's switch unchanged, since it decides the bits of products. Waits for steps that turned it off."""
     with _use.changed:
         _use.changed.wait_for(lambda: not _use.off)
         _use.held += 1

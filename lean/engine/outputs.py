@@ -1,4 +1,4 @@
-"""What a step gives a request: its next token, the text that token made certain, and whether it was the last one."""
+"""Outputs of a sequence: its next token with the text that is now certain, and its end."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -10,9 +10,9 @@ from lean.engine.sampler import token_logprobs
 
 
 def next_output(request: Request, logits: torch.Tensor, eos_token_ids: Collection[int]) -> RequestOutput:
-    """Sample a request's next token from ``logits`` [vocab] and say what came of it.
+    """Sample a sequence's next token from ``logits`` [vocab], and append it to the request.
 
-    The request gets the token; taking an ended one out is the caller's.
+    The output has a finish_reason where the sequence ends; the caller then removes the request.
     """
     assert request.sampler is not None
     assert request.detokenizer is not None
@@ -47,7 +47,7 @@ def next_output(request: Request, logits: torch.Tensor, eos_token_ids: Collectio
 
 
 def last_output(request: Request, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
-    """An output without a token, the last one where there is a ``reason``: aborted, failed, or scored to its end."""
+    """An output without a token. With a ``reason`` it is the last one: aborted, failed, or scored completely."""
     text = ""
     if request.detokenizer is not None:
         text = request.stop_strings.add(request.detokenizer.finish()) + request.stop_strings.finish()
@@ -56,7 +56,7 @@ def last_output(request: Request, reason: FinishReason | None, error: str | None
 
 
 def joined(parts: list[RequestOutput]) -> RequestOutput:
-    """The outputs of one sequence as one."""
+    """The outputs of one sequence joined into one."""
     logprobs = None if parts[0].logprobs is None else [entry for part in parts for entry in part.logprobs or ()]
     return replace(
         parts[-1],

@@ -1,4 +1,4 @@
-"""A request: what is asked for, how far it is, what came out."""
+"""A request: its prompt and parameters, its progress, and its outputs."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def check_token_ids(token_ids: Sequence[object], vocab_size: int) -> None:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence on its way through the engine. Written by the engine and the scheduler only.
+    """One sequence in the engine. Only the engine and the scheduler change it.
 
     Attributes:
         seq_id: the id of this sequence, in order of arrival.
         request_id: the id that the caller knows; ``index`` counts the n sequences of one request.
         sampler, detokenizer, stop_strings: make tokens and text; None for a scoring request.
-        keep_hidden: scoring: every row's last hidden state is wanted, nothing is sampled.
-        siblings: sequences of the same request that start as forks when the prompt is computed.
-        keep_cache: K/V stay in the cache after the end, for a request that continues this one.
-        continues: the kept sequence whose K/V this one may reuse.
+        keep_hidden: for scoring: return the last hidden state of every row, sample nothing.
+        siblings: the other sequences of the request; they start as forks when the prompt has been computed.
+        keep_cache: keep the K/V in the cache after the end, for a request that continues this one.
+        continues: id of the kept sequence whose K/V this one may reuse.
         num_computed_tokens: tokens whose K/V are in the cache.
-        num_cached_tokens: of these, how many were there before the request came.
-        prompt_logprobs: of the prompt's tokens so far, None for the first; empty where not asked for.
+        num_cached_tokens: how many of these were in the cache before the request came.
+        prompt_logprobs: of the prompt's tokens so far, None for the first; empty where not requested.
     """
 
     seq_id: int
@@ -60,7 +60,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
-    num_hidden: int = 0  # rows given out so far; a preempted request computes them again
+    num_hidden: int = 0  # rows delivered so far; a preempted request computes them again
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -71,11 +71,11 @@ class Request:
 
     @property
     def max_num_tokens(self) -> int:
-        """Most tokens whose K/V this request can ever put into the cache: the last token drawn is never written."""
+        """The most tokens that this request can write into the cache. The last drawn token is never written."""
         return len(self.prompt_token_ids) + (0 if self.keep_hidden else self.params.max_tokens - 1)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids at positions start .. end of prompt and output together."""
+        """Token ids at positions start .. end - 1 of prompt and output together."""
         n = len(self.prompt_token_ids)
         if end <= n:
             return self.prompt_token_ids[start:end]
@@ -84,16 +84,16 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one step, or one whole generation, gave to one of a request's n sequences.
+    """What one step, or a whole generation, produced for one of a request's n sequences.
 
-    ``text``, ``token_ids`` and ``logprobs`` are new since the last output when streaming, everything otherwise. Tokens
-    that end a sequence are in ``token_ids`` but never in ``text``; nor is a stop string.
+    When streaming, ``text``, ``token_ids`` and ``logprobs`` hold what is new since the last output, else everything.
+    Tokens that end a sequence are in ``token_ids`` but not in ``text``. ``text`` ends before a stop string.
 
     Attributes:
-        index: which of the n sequences.
+        index: index of the sequence, 0 .. n - 1.
         cached_tokens: prompt tokens whose K/V were reused from an earlier request.
-        logprobs: one per token id, None where not asked for.
-        prompt_logprobs: one per prompt token, None for the first, in the first output of a sequence; else None.
+        logprobs: one per token id; None where not requested.
+        prompt_logprobs: one per prompt token (None for the first token), in a sequence's first output; else None.
         hidden: new last hidden states [rows, hidden_size] of a scoring request; else None.
     """
 

@@ -1,4 +1,4 @@
-"""Runs one step: packs the scheduled chunks, calls the model, and reads logits off hidden states."""
+"""Runs one step: packs the scheduled chunks, calls the model, and computes logits from hidden states."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -55,19 +55,19 @@ class Runner:
         self._manager = manager
         self._deterministic = deterministic
         self._favours_single_row = favours_single_row(model.module, model.info.dtype, model.device)
-        self.sink_rotary: SinkRotary | None = None  # given where sinks stay visible beyond a window
-        self.position_offset = 0  # added to every position the rotary sees; attention is relative, so tests can move it
-        self.decode_steps: DecodeSteps | None = None  # given where decode steps are compiled or recorded
+        self.sink_rotary: SinkRotary | None = None  # set where sinks stay visible beyond a window
+        self.position_offset = 0  # added to every position; attention is relative, so the self-test can move it
+        self.decode_steps: DecodeSteps | None = None  # set where decode steps are compiled or recorded
 
     def _matmul_backend(self, rows: int) -> AbstractContextManager:
-        """With which kernels torch multiplies ``rows`` rows."""
+        """Selects the kernels with which torch multiplies ``rows`` rows."""
         if self._deterministic:
             return onednn_as_it_is()
         return single_row_products() if rows == 1 and self._favours_single_row else nullcontext()
 
     @contextmanager
     def _products(self, rows: int) -> Iterator[None]:
-        """How ``rows`` rows are multiplied with the weights."""
+        """Selects how ``rows`` rows are multiplied with the weights."""
         with self._matmul_backend(rows), RowTiledProducts() if self._deterministic else nullcontext():
             yield
 
@@ -79,8 +79,8 @@ class Runner:
         backend: str | Callable | None,
         record: Callable[[Step], Step] | None,
     ) -> float:
-        """Run decode steps of up to ``max_num_seqs`` sequences compiled by torch.compile's ``backend``, recorded, or
-        both, from now on. Returns the seconds that took. Raises ModelError for a model that cannot."""
+        """From now on run decode steps of up to ``max_num_seqs`` sequences compiled by torch.compile's ``backend``,
+        recorded, or both. Returns the seconds that this took. Raises ModelError where the model allows neither."""
         model, cache = self.model, self.cache
 
         def decoder(input_ids: torch.Tensor, position_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Runner:
         return seconds
 
     def _shifts(self, positions: list[int]) -> list[int]:
-        """By how much the query at each position is turned back for the sinks; empty where it never is."""
+        """By how many positions each query is turned back for the sinks; empty without sinks beyond a window."""
         if self.sink_rotary is None:
             return []
         group = next(group for group in self.cache.plan.groups if group.num_sink_tokens)
@@ -131,7 +131,7 @@ class Runner:
         )
 
     def _turn(self, turn: SinkTurn) -> SinkTurn:
-        """In the dtype that every layer would make of it."""
+        """Converted once to the dtype that every layer computes in."""
         wide = torch.promote_types(self.model.info.dtype, torch.float32)
         return replace(turn, cos=turn.cos.to(wide), sin=turn.sin.to(wide))
 
@@ -175,7 +175,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, chunks: list[Chunk], observer: Observer | None = None) -> torch.Tensor:
-        """Write the chunks' K/V and return the last hidden state of every row, [num_tokens, hidden_size]."""
+        """Write the chunks' K/V. Returns the last hidden state of every row, [num_tokens, hidden_size]."""
         self.cache.copy(self._manager.copies)
         self._manager.copies.clear()
         steps = self.decode_steps
@@ -201,7 +201,7 @@ class Runner:
 
     @torch.inference_mode()
     def first_bad_layer(self, chunk: Chunk) -> int | None:
-        """The first layer whose K/V of the chunk's tokens in the cache are not finite; None where all are."""
+        """The first layer with non-finite K/V of the chunk's tokens in the cache; None where all are finite."""
         batch = self.batch([chunk])
         for index, layer in sorted(self.cache.layers.items()):
             pool = layer.pool

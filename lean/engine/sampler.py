@@ -15,18 +15,18 @@ from lean.sampling_params import SamplingParams
 class Sampler:
     """Chooses the tokens of one sequence.
 
-    Order: logit_bias, repetition penalty (prompt and output), presence and frequency penalty (output only); then the
-    argmax, or temperature, top-k, top-p, min-p and one draw. It is that of vLLM and transformers.
+    Order, as in vLLM and transformers: logit_bias, repetition penalty (prompt and output), presence and frequency
+    penalty (output only); then the argmax, or temperature, top-k, top-p, min-p and one draw.
 
-    Draws are made from random numbers of the sequence's own, seeded from SHA-256 of (seed, index, prompt token ids):
-    the same prompt with the same seed and index always gets the same ones, whatever else is in the batch; other
-    prompts under the same seed, and the siblings of one prompt (index 0 .. n-1), get independent ones.
+    Every sequence has its own random numbers, seeded from SHA-256 of (seed, index, prompt token ids). The same prompt
+    with the same seed and index always gets the same numbers in any batch. Other prompts with the same seed, and the
+    siblings of a prompt (index 0 .. n - 1), get independent numbers.
 
     Args:
-        params: with the model's defaults filled in; what is still None is off. Keys of logit_bias are below the
-            vocabulary's size.
+        params: with the model's defaults filled in; fields that are still None are off. Keys of logit_bias are below
+            the vocabulary's size.
         prompt_token_ids: read at the first `sample`, not copied.
-        index: which of the prompt's n sequences this is.
+        index: index of the sequence among the prompt's n sequences.
     """
 
     def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], index: int = 0) -> None:
@@ -48,7 +48,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor) -> int:
-        """Choose the next id. ``logits``: float32 or float64 [vocab], rows of padding at -inf; left as they are."""
+        """Choose the next id. ``logits``: float32 or float64 [vocab], padding ids at -inf; not changed."""
         scores = self._penalized(logits)
         token = self._draw(scores, self._random) if self._random else int(scores.argmax())
         self._record(token)
@@ -68,7 +68,7 @@ class Sampler:
             if self._seen is None:
                 self._seen = torch.zeros_like(scores, dtype=torch.bool)
                 self._seen[torch.tensor(self._prompt_token_ids, dtype=torch.long, device=scores.device)] = True
-            # A penalty near 0 or infinity must not make an id impossible, nor several of them infinite.
+            # A penalty near 0 or infinity must neither make an id impossible nor make several ids infinite.
             limit = torch.finfo(scores.dtype).max
             changed = torch.where(scores > 0, scores / repetition, scores * repetition).clamp_(-limit, limit)
             scores = torch.where(self._seen & (scores > -torch.inf), changed, scores)
@@ -92,17 +92,17 @@ class Sampler:
         possible = scaled > -torch.inf
         if params.top_k and params.top_k < scaled.numel():
             possible &= scores >= scores.topk(params.top_k).values[-1]
-        ids = possible.nonzero()[:, 0]  # always ascending: near-ties that swap places then hardly move a draw
+        ids = possible.nonzero()[:, 0]  # ascending: near-ties that swap places then hardly change a draw
         probs = torch.softmax(scaled[ids], dim=-1)
         if params.top_p is not None and params.top_p < 1:
-            # Only what may be kept is sorted: the ids below this bound hold less than 1 - top_p all together.
+            # Only ids that may be kept are sorted: the ids below this bound together hold less than 1 - top_p.
             likely = probs >= (1 - params.top_p) / (2 * len(probs))
             ids, probs = ids[likely], probs[likely]
             ordered, order = probs.sort(descending=True, stable=True)
             within = ordered.cumsum(0) - ordered < params.top_p
             kept = torch.zeros_like(within).scatter_(0, order, within)
             ids, probs = ids[kept], probs[kept]
-        kept = (probs >= (params.min_p or 0) * probs.max()) & (probs > 0)  # a GPU's cumsum may err upwards on zeros
+        kept = (probs >= (params.min_p or 0) * probs.max()) & (probs > 0)  # a GPU's cumsum may round up on zeros
         ids, probs = ids[kept], probs[kept]
         # Inverse transform on one uniform number: independent of vocabulary padding and of torch's multinomial. The
         # number is at most 1 - 2^-53, so that its product with the sum is below the sum.
@@ -112,9 +112,9 @@ class Sampler:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's log-probability (natural logarithm), and the likeliest tokens in its place.
+    """A token's log-probability (natural logarithm), and the most likely tokens at its position.
 
-    ``top`` holds (id, log-probability), descending, the lowest id first among ties.
+    ``top`` holds (id, log-probability) in descending order; equal logits are ordered by id.
     """
 
     token_id: int
@@ -123,10 +123,10 @@ class TokenLogprob:
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Log-probabilities of one token per row, and of the ``top`` likeliest of the row.
+    """Log-probabilities of one token per row, and of the row's ``top`` most likely tokens.
 
-    They are the model's own: of the raw logits, before bias, penalties and temperature (U09), computed in float32 or
-    better. Ids at -inf, rows of padding, are never among ``top``, which may thus be shorter than asked.
+    They come from the raw logits, before bias, penalties and temperature, in float32 or better. Ids at -inf (padding)
+    are never among ``top``, which may be shorter than requested.
 
     Raises:
         EngineError: a token in ``token_ids`` has no finite log-probability in its row.
@@ -136,7 +136,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> 
     likeliest: list[list[tuple[int, float]]] = [[] for _ in token_ids]
     top = min(top, logits.shape[-1])
     if top:
-        # By logit, as greedy ranks them: two logits may round to one log-probability. topk orders ties at random.
+        # Ranked by logit, like greedy decoding: two logits may round to one log-probability. topk orders ties randomly.
         least = logits.topk(top, dim=-1).values[:, -1:]
         candidates = (logits >= least) & (logits > -torch.inf)
         found = zip(candidates.nonzero().tolist(), logits[candidates].tolist(), logprobs[candidates].tolist())
@@ -148,5 +148,5 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> 
     chosen = logprobs.gather(1, ids[:, None])[:, 0]
     if not bool(chosen.isfinite().all()):
         bad = token_ids[int(chosen.isfinite().logical_not().nonzero()[0])]
-        raise EngineError(f"token {bad} has no finite log-probability: it is no token of this model")
+        raise EngineError(f"token {bad} has no finite log-probability: it is not a token of this model")
     return [TokenLogprob(*row) for row in zip(token_ids, chosen.tolist(), map(tuple, likeliest))]

@@ -1,8 +1,9 @@
-"""Which tokens run in the next step: first come, first served, prompts in chunks, decodes beside them.
+"""Which tokens run in the next step: first come, first served; prompts in chunks, decodes beside them.
 
-Requests run and wait in order of arrival. When a pool runs dry, sequences that are only kept for a next turn go first;
-then the youngest running request is preempted: its blocks are given back, and it waits, before all others, until its
-tokens can be computed again. The oldest one always goes on, and one alone always fits, so everybody ends.
+Requests run and wait in order of arrival. When a pool has no free block, sequences that are kept for a next turn are
+released first. Then the youngest running request is preempted: its blocks are freed, and it waits before all others
+until its tokens can be computed again. The oldest request is never preempted, and one request alone always fits. So
+every request ends.
 """
 
 from collections import deque
@@ -18,9 +19,9 @@ from lean.errors import EMPTY_PROMPT, EngineError, RequestError
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens start .. end of one request, all of them new to the cache.
+    """Tokens start .. end - 1 of one request, all of them new to the cache.
 
-    ``completes``: the chunk ends at the last known token, so that its last row predicts a new one.
+    ``completes``: the chunk ends at the last known token, so its last row predicts a new one.
     """
 
     request: Request
@@ -39,7 +40,7 @@ class Chunk:
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many leading elements are equal."""
+    """Number of equal leading elements."""
     shorter = min(len(a), len(b))
     if a[:shorter] == b[:shorter]:
         return shorter
@@ -47,7 +48,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 
 class Scheduler:
-    """Decides who runs, and moves requests from waiting to running to finished."""
+    """Decides which requests run, and moves them from waiting to running to finished."""
 
     def __init__(self, config: EngineConfig, manager: BlockManager, size: CacheSize) -> None:
         self._config = config
@@ -55,7 +56,7 @@ class Scheduler:
         self._size = size
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.kept: dict[int, list[int]] = {}  # finished sequences still in the cache, and their tokens; oldest first
+        self.kept: dict[int, list[int]] = {}  # finished sequences in the cache -> their tokens; oldest first
         self.num_preemptions = 0
 
     @property
@@ -64,7 +65,7 @@ class Scheduler:
 
     @property
     def _unbounded(self) -> int | None:
-        """Index of a pool that keeps every token; they all have the same number of blocks."""
+        """Index of a pool that keeps every token; all such pools have the same number of blocks."""
         return next((index for index, rule in enumerate(self._size.rules) if not rule.bounded), None)
 
     # --- admission ---
@@ -89,21 +90,21 @@ class Scheduler:
             if need > blocks:
                 raise RequestError(
                     f"the request may need {need} cache blocks of {self._manager.block_size} tokens, "
-                    f"there are {blocks}: lower --max-tokens, or raise --kv-memory or --num-blocks"
+                    f"but there are only {blocks}: lower --max-tokens, or raise --kv-memory or --num-blocks"
                 )
         self.waiting.append(request)
 
     def _fits(self, request: Request) -> bool:
-        """Whether all known tokens of a waiting request fit beside those of the running ones.
+        """Whether all known tokens of a waiting request fit beside those of the running requests.
 
-        And for each one block more, where its course may need it: else a request would often be preempted at once.
+        Each request that can still grow counts one block more: else it would often be preempted at once.
         """
         if self._unbounded is None or not self.running:
             return True
         blocks_for, num_tokens = self._manager.blocks_for, self._manager.num_tokens
 
         def soon(request: Request, held: int) -> int:
-            """Blocks it will take beside those for the tokens that it holds."""
+            """Blocks that the request will take beside those of the tokens that it holds."""
             known, most = blocks_for(request.num_tokens), blocks_for(request.max_num_tokens)
             return min(known + 1, max(known, most)) - blocks_for(held)
 
@@ -116,9 +117,9 @@ class Scheduler:
         return still + need <= free
 
     def _reusable(self, request: Request) -> int:
-        """Leading tokens of a request that lie in the cache, from the sequence it continues; never all of them.
+        """Number of leading tokens that the continued sequence has in the cache; at least one is left to compute.
 
-        None where every row of the prompt is wanted.
+        0 where every row of the prompt must be computed.
         """
         tokens = self.kept.get(request.continues) if request.continues is not None else None
         if tokens is None or request.continues is None:
@@ -150,7 +151,7 @@ class Scheduler:
     # --- the step ---
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks, their blocks taken: in order of arrival, until the step's tokens are given away."""
+        """The next step's chunks in order of arrival, up to the step's token budget. Their blocks are taken."""
         budget = self._config.step_tokens
         preemptions = self.num_preemptions
         chunks: list[Chunk] = []
@@ -171,7 +172,7 @@ class Scheduler:
         return chunks
 
     def _resume_at(self, request: Request, start: int) -> None:
-        """Let a request go on at token ``start``; from the beginning where what that token sees is gone."""
+        """Let a request go on at token ``start``, or from the beginning where tokens in its sight have been evicted."""
         if self._manager.num_tokens(request.seq_id) == start:
             return
         try:
@@ -182,7 +183,7 @@ class Scheduler:
             request.num_computed_tokens = request.num_cached_tokens = 0
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Free blocks until the request can go on; False where it had to give way itself."""
+        """Free blocks until the request can go on; False where the request itself was preempted."""
         while not self._manager.can_append(request.seq_id, num_tokens):
             if self.kept:
                 self.release(next(iter(self.kept)))
@@ -196,7 +197,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from the youngest running request and let it wait, before all others, to start again."""
+        """Free all blocks of the youngest running request. It waits before all others to start again."""
         self._manager.free(request.seq_id)
         request.num_computed_tokens = request.num_cached_tokens = 0
         self.running.remove(request)
@@ -209,12 +210,12 @@ class Scheduler:
             self._manager.truncate(chunk.request.seq_id, chunk.start)
 
     def advance(self, chunk: Chunk) -> None:
-        """The chunk has run: count it, and free what no later token can see."""
+        """The chunk has been computed: count it, and free the blocks that no later token can see."""
         chunk.request.num_computed_tokens = chunk.end
         self._manager.evict(chunk.request.seq_id)
 
     def fork(self, request: Request) -> list[Request]:
-        """Let the siblings of a request whose prompt is computed run beside it; returns all of them, it first."""
+        """Let the siblings of a request run once its prompt has been computed; returns it and its siblings."""
         family = [request, *request.siblings]
         request.siblings = []
         for sibling in family[1:]:
@@ -229,7 +230,7 @@ class Scheduler:
     # --- the end ---
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """Take a running or waiting request out, and free its blocks unless it is to be continued."""
+        """Remove a running or waiting request, and free its blocks unless they are kept for a next request."""
         request.finish_reason, request.error = reason, error
         if request in self.running:
             self.running.remove(request)
@@ -248,6 +249,6 @@ class Scheduler:
         assert self._manager.seq_ids <= {*running, *self.kept}, "a sequence that neither runs nor is kept holds blocks"
 
     def release(self, seq_id: int) -> None:
-        """Forget a kept sequence; unknown ones are ignored."""
+        """Free a kept sequence; unknown ones are ignored."""
         if self.kept.pop(seq_id, None) is not None:
             self._manager.free(seq_id)

@@ -1,4 +1,4 @@
-"""What is tried once at load, so that a model that does not fit fails there and not in somebody's request."""
+"""Tests that run once at load: a model that lean cannot serve fails there, not in the first request."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ class _CountedLayers(dict[int, LayerCache]):
 def try_layers(runner: Runner, manager: BlockManager) -> None:
     """Run two tokens. Raises ModelError.
 
-    Every layer must come to lean's attention exactly once: a second call would overwrite the K/V of the first.
+    Every layer must call lean's attention exactly once: a second call would overwrite the K/V of the first.
     """
     probe = Request(_SEQ_ID, [0, 0], SamplingParams())
     name, layers = runner.model.info.source.name, runner.cache.layers
@@ -53,15 +53,17 @@ def try_layers(runner: Runner, manager: BlockManager) -> None:
         manager.free(probe.seq_id)
     for layer in layers:
         if calls.count[layer] != 1:
-            raise ModelError(f"{name}: layer {layer} attends {calls.count[layer]} times a step, lean serves once")
+            raise ModelError(
+                f"{name}: layer {layer} calls attention {calls.count[layer]} times per step; lean supports one call"
+            )
 
 
 def try_rotation(runner: Runner, manager: BlockManager) -> SinkRotary:
-    """How the queries of full-attention layers are turned back for the sinks, tried on every one of them.
+    """The rotation that turns queries back for the sinks, tested on every full-attention layer.
 
-    With attention's outcome left out, all that a query can owe to its position is its rotation: one at position p,
-    turned back by e, must be the one at p - e. Learned positions, layers without rotation and unknown pairings of dims
-    fail that.
+    Without attention's output a query depends on its position through its rotation only: the query at position p,
+    turned back by e, must equal the query at p - e. Models with learned positions, layers without rotation and unknown
+    pairings of dims fail this test.
 
     Raises:
         ModelError: this model cannot run with a window.
@@ -80,8 +82,8 @@ def try_rotation(runner: Runner, manager: BlockManager) -> SinkRotary:
         error = float((found - want).abs().max() / want.abs().max())
         if not shape.window and not error <= tolerance:
             raise ModelError(
-                f"{info.source.name}: the positions of layer {layer} are no rotation that lean can turn back "
-                f"(off by {error:.2g} of the largest), so it cannot run with a --window"
+                f"{info.source.name}: the position encoding of layer {layer} is not a rotation that lean can invert "
+                f"(relative error {error:.2g}), so the model cannot run with --window"
             )
     return rotation
 
@@ -89,7 +91,7 @@ def try_rotation(runner: Runner, manager: BlockManager) -> SinkRotary:
 def _lone_queries(runner: Runner, manager: BlockManager, position: int) -> dict[int, torch.Tensor]:
     """Every layer's queries of a few tokens, each computed alone at ``position``: [tokens, num_q_heads, k_dim].
 
-    Attention's outcome is left out: it would bring positions into the hidden states.
+    Attention's output is replaced by zeros: it would bring positions into the hidden states.
     """
     found: dict[int, list[torch.Tensor]] = {}
 

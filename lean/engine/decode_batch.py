@@ -1,0 +1,153 @@
+"""The inputs of decode steps: the same tensors at every step, filled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+from lean.cache.tables import block_table, slots
+from lean.kernels.layout import blocks_for
+from lean.model.attention import AttentionBatch
+from lean.model.rotary import SinkRotary, SinkTurn
+
+if TYPE_CHECKING:
+    from lean.cache.block_manager import BlockManager
+    from lean.engine.scheduler import Chunk
+
+# Tokens that block tables reach over at first. Longer sequences double it, which records again but compiles nothing.
+FIRST_REACH = 2**17
+
+
+class _Buffer:
+    """Numbers that the host writes and the device reads: one tensor on a CPU, else pinned memory and its copy."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        on_host = device.type == "cpu"
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=not on_host)
+        self.tensor = self._host if on_host else torch.zeros(shape, dtype=dtype, device=device)
+        self.values = self._host.numpy()
+
+    def send(self, rows: int) -> None:
+        """Copy the first ``rows`` to the device, in order with its work and without waiting for it.
+
+        The host may write again at the next step, which begins after this step's logits have been read.
+        """
+        if self.tensor is not self._host:
+            self.tensor[:rows].copy_(self._host[:rows], non_blocking=True)
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """The decoder's arguments: input_ids, position_ids int64 [1, rows], and where the rows lie in the cache."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    batch: AttentionBatch
+
+
+class DecodeBatch:
+    """The inputs of decode steps: fixed tensors, filled in place.
+
+    Rows behind the step's own are padding: slot -1, no query row (query_start_loc stays at its last value), seq_len 0.
+    Kernels write nothing for padding and return zeros.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        sink_rotary: SinkRotary | None,
+    ) -> None:
+        """``dtype``: of the queries. ``sink_rotary``: where sinks stay visible beyond a window."""
+        self._manager, self._device, self._rotary = manager, device, sink_rotary
+        self.max_num_seqs = max_num_seqs
+        # A bounded pool's table is as wide as the others: columns are positions, and evicted ones name the null block.
+        most = blocks_for(max_model_len, manager.block_size)
+        self._width = min(most, blocks_for(FIRST_REACH, manager.block_size))
+        self.grows = self._width < most
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> _Buffer:
+            return _Buffer(shape, dtype, device)
+
+        self._ids, self._positions = buffer(max_num_seqs), buffer(max_num_seqs)
+        self._starts = buffer(max_num_seqs + 1, dtype=torch.int32)
+        self._lens = buffer(max_num_seqs, dtype=torch.int32)
+        self._slots = [buffer(max_num_seqs) for _ in manager.pools]
+        self._turn: list[_Buffer] = []
+        if sink_rotary is not None:
+            wide = torch.promote_types(dtype, torch.float32)
+            self._turn = [buffer(max_num_seqs, 1, sink_rotary.inv_freq.shape[0], dtype=wide) for _ in "cs"]
+        self._make_tables()
+
+    def _make_tables(self) -> None:
+        shape = self.max_num_seqs, self._width
+        self._tables = [_Buffer(shape, torch.int32, self._device) for _ in self._manager.pools]
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Make block tables wide enough for ``num_tokens``. True: they are new, and earlier inputs are invalid."""
+        blocks = blocks_for(num_tokens, self._manager.block_size)
+        if blocks <= self._width:
+            return False
+        while self._width < blocks:
+            self._width *= 2
+        self._make_tables()
+        return True
+
+    def inputs(self, rows: int) -> DecodeInputs:
+        """The first ``rows`` rows of the fixed tensors."""
+        tables = tuple(table.tensor[:rows] for table in self._tables)
+        if self.grows:
+            for table in tables:
+                torch._dynamo.mark_dynamic(table, 1)
+        turn = None
+        if self._rotary is not None:
+            cos, sin = (part.tensor[:rows] for part in self._turn)
+            turn = SinkTurn(cos, sin, self._rotary.pairs)
+        ids, positions = self._ids.tensor[:rows], self._positions.tensor[:rows]
+        batch = AttentionBatch(
+            query_start_loc=self._starts.tensor[: rows + 1],
+            seq_lens=self._lens.tensor[:rows],
+            positions=positions,
+            slot_mapping=tuple(buffer.tensor[:rows] for buffer in self._slots),
+            block_tables=tables,
+            sink_turn=turn,
+        )
+        return DecodeInputs(ids[None], positions[None], batch)
+
+    def fill(self, chunks: Sequence[Chunk], rows: int, shifts: Sequence[int]) -> None:
+        """Write a step's chunks of one token each, and padding behind them up to ``rows``.
+
+        ``shifts``: by how many positions each query is turned back for the sinks; unused without ``sink_rotary``.
+        """
+        count = len(chunks)
+        own, rest = slice(count), slice(count, rows)
+        self._ids.values[own] = [chunk.request.tokens(chunk.start, chunk.end)[0] for chunk in chunks]
+        self._positions.values[own] = [chunk.start for chunk in chunks]
+        self._lens.values[own] = [chunk.end for chunk in chunks]
+        self._starts.values[: count + 1] = range(count + 1)
+        self._starts.values[count + 1 : rows + 1] = count
+        for part in (self._ids, self._positions, self._lens, *self._tables):
+            part.values[rest] = 0
+        seq_ids, lines = [chunk.request.seq_id for chunk in chunks], numpy.arange(count)
+        for pool_id, (buffer, tables) in enumerate(zip(self._slots, self._tables)):
+            buffer.values[rest] = -1
+            if count:
+                table = block_table(self._manager, seq_ids, pool_id)
+                tables.values[own, : table.shape[1]] = table
+                tables.values[own, table.shape[1] :] = 0
+                buffer.values[own] = slots(table, lines, self._positions.values[own], self._manager.block_size)
+        if self._rotary is not None:
+            turn = self._rotary.back(torch.tensor(shifts, dtype=torch.long), torch.device("cpu"))
+            for part, values, still in zip(self._turn, (turn.cos, turn.sin), (1, 0)):
+                part.values[own] = values.numpy()
+                part.values[rest] = still
+        self._starts.send(rows + 1)
+        for part in (self._ids, self._positions, self._lens, *self._slots, *self._tables, *self._turn):
+            part.send(rows)
