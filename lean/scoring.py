@@ -78,8 +78,8 @@ def score_many(
     ``progress`` is called with the number of tokens scored since its last call.
 
     Yields:
-        (index of the sequence, its scores), in the order in which sequences end. A deterministic engine gives a sequence
-        the same bits in any company.
+        (index of the sequence, its scores), in the order in which sequences end. In deterministic mode the other
+        sequences do not change a sequence's bits.
 
     Raises:
         RequestError: a sequence cannot be served. EngineError: the model computes non-finite numbers.

@@ -111,7 +111,6 @@ class Engine:
             self._abort_now()
             self._step()
 
-    @torch.inference_mode()
     def _step(self) -> None:
         chunks = self.scheduler.schedule()
         if not chunks:

@@ -106,7 +106,7 @@ class Runner:
         group = next(group for group in self.cache.plan.groups if group.num_sink_tokens)
         return [sink_shift(position, group.window, group.num_sink_tokens) for position in positions]
 
-    def batch(self, chunks: list[Chunk]) -> AttentionBatch:
+    def batch(self, chunks: list[Chunk], observer: Observer | None = None) -> AttentionBatch:
         """Where the chunks' tokens lie in the cache."""
         manager, device = self._manager, self.model.device
         lengths = [chunk.end - chunk.start for chunk in chunks]
@@ -128,6 +128,7 @@ class Runner:
             slot_mapping=tuple(slot_mapping),
             block_tables=tuple(block_tables),
             sink_turn=turn,
+            observer=observer,
         )
 
     def _turn(self, turn: SinkTurn) -> SinkTurn:
@@ -151,17 +152,18 @@ class Runner:
             all([*itertools.islice(flags, len(own))]) and (index not in drawn or drawn[index][1])
             for index, own in enumerate(rows)
         ]
-        scored = [self._prompt_logprobs(chunk, own) if ok else () for chunk, own, ok in zip(chunks, rows, finite)]
+        scored = [
+            self._prompt_logprobs(chunk, own) if ok and chunk.request.params.prompt_logprobs is not None else ()
+            for chunk, own, ok in zip(chunks, rows, finite)
+        ]
         return StepResult(rows, [drawn[i][0] if i in drawn else None for i in range(len(rows))], scored, finite)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> Sequence[TokenLogprob | None]:
-        """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict, where requested.
+        """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict.
 
         A request that is computed again after a preemption keeps those it has.
         """
         request, limit = chunk.request, self.model.token_limit
-        if request.params.prompt_logprobs is None:
-            return ()
         prompt, known = request.prompt_token_ids, len(request.prompt_logprobs)
         found: list[TokenLogprob | None] = [] if known else [None]  # nothing predicts the first token
         first = known + len(found)
@@ -170,7 +172,7 @@ class Runner:
             start = first - 1 - chunk.start
             logits = self.logits(hidden[start + part.start : start + part.stop])
             logits[:, limit:] = -torch.inf
-            found += token_logprobs(logits, targets[part], request.params.prompt_logprobs)
+            found += token_logprobs(logits, targets[part], request.params.prompt_logprobs or 0)
         return found
 
     @torch.inference_mode()
@@ -182,7 +184,7 @@ class Runner:
         if steps is not None and observer is None and not self.position_offset and steps.takes(chunks):
             with self._matmul_backend(len(chunks)):  # row tiles are part of a compiled step
                 return steps.run(chunks, self._shifts([chunk.start for chunk in chunks]))
-        batch = replace(self.batch(chunks), observer=observer)
+        batch = self.batch(chunks, observer)
         ids = [token for chunk in chunks for token in chunk.token_ids]
         with self._products(len(ids)):
             return self.model.hidden(
