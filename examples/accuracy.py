@@ -3,7 +3,8 @@
     python examples/accuracy.py [MODEL] [--text FILE] [--kv-dtype NAME ...]
 
 MODEL is a folder, a .gguf file, a pulled name or a hub id. Without FILE the text is Python's help topics. Every score
-is read through the cache that it judges. `lean eval kld` and `lean sweep` report the same figures, and more.
+is read through the cache that it judges, with float32 weights: the rounding of bfloat16 would hide small differences.
+`lean eval kld` and `lean sweep` report the same figures, and more.
 """
 
 import argparse
@@ -18,12 +19,13 @@ parser = argparse.ArgumentParser(description="What a KV format costs on your own
 parser.add_argument("model", nargs="?", default="smollm2-135m")
 parser.add_argument("--text", help="A UTF-8 file.")
 parser.add_argument("--tokens", type=int, default=1024, help="Number of tokens to read, from the beginning.")
+parser.add_argument("--dtype", default="float32", help="Of weights and activations.")
 parser.add_argument("--kv-dtype", nargs="+", default=["int8", "fp8", "k8v4", "int4"])
 
 
 def main(args: argparse.Namespace) -> None:
     corpus = load_text(args.text) if args.text else load_corpus("python-docs")
-    config = EngineConfig(max_num_seqs=1, max_model_len=args.tokens + 1)
+    config = EngineConfig(dtype=args.dtype, max_num_seqs=1, max_model_len=args.tokens + 1)
     exact = LLM(args.model, full_config(config))
     scored = prepare(exact, corpus, max_tokens=args.tokens)
     reference = read_reference(exact, scored)
