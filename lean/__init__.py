@@ -1,27 +1,54 @@
 """lean: memory-efficient LLM inference over a quantized paged KV cache."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lean.cache.usage import CacheUse
     from lean.config import EngineConfig
     from lean.engine.request import RequestOutput
+    from lean.engine.sampler import TokenLogprob
+    from lean.errors import ConfigError, EngineError, LeanError, ModelError, RequestError, UserError
     from lean.llm import LLM
     from lean.sampling_params import SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CacheUse",
+    "ConfigError",
+    "EngineConfig",
+    "EngineError",
+    "LeanError",
+    "ModelError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprob",
+    "UserError",
+]
 
 _HOME = {
-    "LLM": "llm",
-    "EngineConfig": "config",
-    "RequestOutput": "engine.request",
-    "SamplingParams": "sampling_params",
+    "LLM": "lean.llm",
+    "CacheUse": "lean.cache.usage",
+    "ConfigError": "lean.errors",
+    "EngineConfig": "lean.config",
+    "EngineError": "lean.errors",
+    "LeanError": "lean.errors",
+    "ModelError": "lean.errors",
+    "RequestError": "lean.errors",
+    "RequestOutput": "lean.engine.request",
+    "SamplingParams": "lean.sampling_params",
+    "TokenLogprob": "lean.engine.sampler",
+    "UserError": "lean.errors",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `lean --help` and `import lean.quant` need not wait for transformers."""
+    """Import a public name on first use, so that `import lean` loads neither torch nor transformers."""
     if name not in _HOME:
         raise AttributeError(f"module 'lean' has no attribute {name!r}")
-    from importlib import import_module
+    return getattr(import_module(_HOME[name]), name)
 
-    return getattr(import_module(f"lean.{_HOME[name]}"), name)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
