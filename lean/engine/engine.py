@@ -27,7 +27,8 @@ from lean.engine.selftest import try_layers, try_rotation
 from lean.errors import ConfigError, EngineError, RequestError
 from lean.kernels.ops import backend, is_recordable
 from lean.model import rotary
-from lean.model.load import LoadedModel, ModelInfo, inspect_model, load_model
+from lean.model.info import ModelInfo, inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.quant import raw_format
 from lean.sampling_params import SamplingParams
 from lean.scoring import score_many
@@ -74,7 +75,7 @@ class LLM:
         else:
             if isinstance(model, str):
                 model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
-            info = inspect_model(model, config.dtype, config.trust_remote_code, config.quantization)
+            info = inspect_model(model, config)
         try:
             self.kernel_name = backend(device)
         except ValueError as error:

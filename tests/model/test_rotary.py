@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from lean import LLM, EngineConfig
 from lean.model import rotary
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.store.source import resolve
 
 FAR = 5_000_000
@@ -36,7 +37,8 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
 
 
 def read(folder: Path, dtype: str) -> LoadedModel:
-    return load_model(inspect_model(resolve(str(folder)), dtype), torch.device("cpu"), True)  # experts one by one
+    info = inspect_model(resolve(str(folder)), EngineConfig(dtype=dtype))
+    return load_model(info, torch.device("cpu"), True)  # experts one by one
 
 
 def start(model: Path | LoadedModel, dtype: str = "float32", **config: object) -> LLM:
