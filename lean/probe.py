@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,7 +32,7 @@ from lean.model.attention import LayerInputs, attend
 from lean.model.rotary import SinkRotary
 from lean.quant import FORMATS, raw_format
 from lean.sampling_params import SamplingParams
-from lean.store.pull import cache_dir
+from lean.store.home import cache_dir, write_atomically
 
 if TYPE_CHECKING:
     from lean.llm import LLM
@@ -200,9 +199,7 @@ def probe(llm: LLM, *, keep: bool = True) -> Verdict | None:
     if keep:
         with suppress(OSError, ValueError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(asdict(verdict), allow_nan=False), encoding="utf-8")
-            part.replace(file)
+            write_atomically(file, json.dumps(asdict(verdict), allow_nan=False).encode())
     return verdict
 
 

@@ -21,7 +21,7 @@ from lean.errors import ModelError, one_line
 from lean.kernels.layout import blocks_for
 from lean.model.attention import AttentionBatch
 from lean.model.rotary import SinkRotary, SinkTurn
-from lean.store.pull import cache_dir
+from lean.store.home import cache_dir
 
 if TYPE_CHECKING:
     from lean.cache.block_manager import BlockManager

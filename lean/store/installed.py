@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from lean.errors import ModelError, one_line
 from lean.store.checkpoint import CONFIG, INDEX, SINGLE
-from lean.store.pull import ARTEFACTS, MANIFEST, _exclusive, _is_complete, cache_dir
+from lean.store.home import cache_dir, exclusive
+from lean.store.pull import ARTEFACTS, MANIFEST, WAITING, is_complete
 from lean.store.source import HUB_ID
 from lean.units import mib
 
@@ -213,7 +214,7 @@ def _fits_manifest(folder: Path) -> bool:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
         artefact = replace(next(iter(ARTEFACTS.values())), member_sha256=sha256)
-    return _is_complete(folder, artefact)
+    return is_complete(folder, artefact)
 
 
 def _remove_pulled(model: StoredModel) -> int:
@@ -224,7 +225,8 @@ def _remove_pulled(model: StoredModel) -> int:
     lock = models / f".{base}.lock"
     if lock.is_symlink():  # opening it would empty what it points to
         raise OSError(errno.ELOOP, "its lock is a link", str(lock))
-    with _exclusive(lock, progress=True):
+    with lock.open("w") as held:
+        exclusive(held, waiting=WAITING)
         if folder.is_symlink():
             folder.unlink()
             return 0

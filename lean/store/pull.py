@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import importlib.util
 import io
@@ -14,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,8 +24,10 @@ from rich.progress import Progress
 
 from lean.errors import ModelError, one_line
 from lean.store.gguf import load_gguf_tokenizer
+from lean.store.home import cache_dir, exclusive
 
 MANIFEST = "lean_manifest.json"
+WAITING = "waiting for another pull of this model ..."
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,6 @@ ARTEFACTS = {
 }
 
 
-def cache_dir() -> Path:
-    """lean's own folder: $LEAN_HOME, else $XDG_CACHE_HOME/lean, else ~/.cache/lean."""
-    if home := os.environ.get("LEAN_HOME"):
-        return Path(home).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "lean"
-
-
 def pull(name: str, *, progress: bool = True) -> Path:
     """Fetch a known model once, and return its folder: a bf16 safetensors checkpoint with its tokenizer.
 
@@ -80,12 +74,13 @@ def pull(name: str, *, progress: bool = True) -> Path:
     if artefact is None:
         raise ModelError(f"no model is called {one_line(name)!r}: lean can pull {', '.join(ARTEFACTS)}")
     folder = cache_dir() / "models" / name
-    if _is_complete(folder, artefact):
+    if is_complete(folder, artefact):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder.parent / f".{name}.lock", progress):
-            if not _is_complete(folder, artefact):
+        with (folder.parent / f".{name}.lock").open("w") as lock:
+            exclusive(lock, waiting=WAITING if progress else None)
+            if not is_complete(folder, artefact):
                 _build(artefact, folder, progress)
     except OSError as error:
         raise ModelError(
@@ -94,7 +89,7 @@ def pull(name: str, *, progress: bool = True) -> Path:
     return folder
 
 
-def _is_complete(folder: Path, artefact: Artefact) -> bool:
+def is_complete(folder: Path, artefact: Artefact) -> bool:
     """Whether the folder was built from exactly this artefact, and every file still has its size."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -102,19 +97,6 @@ def _is_complete(folder: Path, artefact: Artefact) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return manifest.get("sha256") == artefact.member_sha256 and sizes == manifest["files"]
-
-
-@contextmanager
-def _exclusive(lock: Path, progress: bool) -> Iterator[None]:
-    """Hold a file lock, which the system releases however the process ends."""
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                Console(stderr=True).print("waiting for another pull of this model ...")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _build(artefact: Artefact, folder: Path, progress: bool) -> None:

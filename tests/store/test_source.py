@@ -10,7 +10,6 @@ import pytest
 from helpers import refusal
 
 from lean.store import source as hub
-from lean.store.pull import cache_dir
 from lean.store.source import ModelSource, resolve
 
 NAME = "smollm2-135m"
@@ -18,17 +17,6 @@ WEIGHTS = b"weights" * 1000
 
 
 pytestmark = pytest.mark.usefixtures("home")
-
-
-def test_cache_dir_is_lean_home_then_xdg_then_home(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    monkeypatch.setenv("LEAN_HOME", "~/lean")
-    assert cache_dir() == tmp_path / "lean"
-    monkeypatch.setenv("LEAN_HOME", "")
-    assert cache_dir() == Path("/xdg/lean")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == tmp_path / ".cache" / "lean"
 
 
 # Paths and names
