@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -242,10 +241,8 @@ def _warning(name: str, formats: list[tuple[str, str]], layers: list[LayerError]
 
 def _key(llm: LLM) -> str:
     """Names the model's files as they are now, and everything that the verdict depends on."""
-    source = llm.model.info.source
-    folder = Path(source.folder)
-    files = [folder / source.gguf_file] if source.gguf_file else sorted(folder.glob("*.safetensors"))
-    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    files = llm.model.info.source.weight_files()
+    stamps = [(str(file.resolve()), size, changed) for file, size, changed in files]
     config = llm.config
     parts = (
         _VERSION, stamps, str(llm.model.info.dtype), config.kv_dtype, config.kv_layers, config.kv_skip_layers,

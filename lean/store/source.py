@@ -28,6 +28,14 @@ class ModelSource:
     name: str
     origin: Literal["path", "pulled", "hub"]
 
+    def weight_files(self) -> list[tuple[Path, int, int]]:
+        """(path, size in bytes, time of the last change in ns) of every file of the weights, by name.
+
+        These change when the weights do; the contents are not read.
+        """
+        files = [self.folder / self.gguf_file] if self.gguf_file else sorted(self.folder.glob("*.safetensors"))
+        return [(file, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+
 
 def resolve(model: str, *, progress: bool = True, trust_remote_code: bool = False) -> ModelSource:
     """Find MODEL: an existing path, else a name that lean can pull (and does, on first use), else a hub id.

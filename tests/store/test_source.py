@@ -1,5 +1,6 @@
 """A model is found where its name says, or not at all; a pull is whole, what was published, or not there."""
 
+import os
 import socket
 import sys
 import time
@@ -57,6 +58,29 @@ def test_a_prompt_in_place_of_the_model_shows_the_right_call(model):
 @pytest.mark.parametrize("model", ["", "smollm", "a/../b", "a..b/c", "a/b/c", "x" * 10_000, "a\0b"])
 def test_an_unknown_name_lists_what_is_accepted(model):
     assert f"hub id owner/name, or one of: {NAME}" in refusal(resolve, model)
+
+
+# The files of the weights
+
+
+def test_the_weights_are_all_safetensors_of_a_folder_or_the_one_gguf_file(tmp_path):
+    for name in ("model-2.safetensors", "model-1.safetensors", "config.json", "a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(name.encode())
+        os.utime(tmp_path / name, ns=(0, 10**18 + len(name)))
+    folder, file = (ModelSource(tmp_path, gguf, "x", "path") for gguf in (None, "b.gguf"))
+    shards = [tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors"]
+    assert folder.weight_files() == [(shard, 19, 10**18 + 19) for shard in shards]
+    assert file.weight_files() == [(tmp_path / "b.gguf", 6, 10**18 + 6)]
+
+
+def test_a_link_to_a_weight_file_has_the_size_and_the_time_of_the_file(tmp_path):
+    blob, folder = tmp_path / "blob", tmp_path / "snapshot"
+    folder.mkdir()
+    blob.write_bytes(b"weights")
+    os.utime(blob, ns=(0, 10**18))
+    (folder / "model.safetensors").symlink_to(blob)
+    source = ModelSource(folder, None, "x", "hub")
+    assert source.weight_files() == [(folder / "model.safetensors", 7, 10**18)]
 
 
 # The hub
