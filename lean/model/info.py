@@ -1,4 +1,4 @@
-"""What is known of a transformers model before its weights are read, and which models are refused."""
+"""A transformers model before its weights are read: its shapes and settings, and which models are refused."""
 
 import json
 import math
@@ -57,7 +57,7 @@ class ModelInfo:
 
 
 def attempt(what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a library about the model; what it raises becomes one line."""
+    """Call a library's function. Its error becomes a ModelError of one line that begins with ``what``."""
     try:
         return call(*args, **kwargs)
     except (ModelError, torch.OutOfMemoryError, MemoryError):
@@ -113,7 +113,7 @@ def _attention_layers(skeleton: torch.nn.Module, config: Any, name: str) -> tupl
     """Shapes and windows of the attention modules. Raises ModelError where they cannot be read."""
     if not getattr(type(skeleton), "_supports_attention_backend", False):
         raise ModelError(
-            f"{name} ({config.model_type}): transformers has no exchangeable attention for it, lean cannot serve it"
+            f"{name} ({config.model_type}): transformers offers no exchangeable attention for it, so lean cannot run it"
         )
     modules: dict[int, torch.nn.Module] = {}
     for module in skeleton.modules():
@@ -139,14 +139,14 @@ def _attention_layers(skeleton: torch.nn.Module, config: Any, name: str) -> tupl
 
 
 def refuse_quantized(config: Any, quantization: str | None, name: str) -> None:
-    """Raise ModelError for weights that bitsandbytes has quantized already, or that would be quantized once more."""
+    """Raise ModelError for weights quantized by bitsandbytes, or quantized weights that would be quantized again."""
     found = getattr(config, "quantization_config", None) or {}
     found = found if isinstance(found, dict) else found.to_dict()
     method = str(found.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in found else "unknown"))
     if found and (quantization or method.startswith("bitsandbytes")):
         raise ModelError(
             f"{name}: its weights are quantized already (quantization_config in config.json, {one_line(method, 40)}): "
-            "pass the checkpoint they were made from, with --quantization where wanted"
+            "pass the checkpoint they were made from, and --quantization if you want quantized weights"
         )
 
 
@@ -195,7 +195,7 @@ def inspect_model(source: ModelSource, config: EngineConfig) -> ModelInfo:
 
 
 def _notes(source: ModelSource, config: Any, dtype: torch.dtype) -> tuple[str, ...]:
-    """What would go wrong without a word."""
+    """Warnings about settings that would silently give wrong answers."""
     notes = []
     if dtype is torch.float16 and config.model_type.startswith("gemma"):
         notes.append("Gemma's activations can overflow float16: --dtype bfloat16 or float32 is safe")

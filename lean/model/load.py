@@ -21,12 +21,12 @@ from lean.store.source import ModelSource
 
 log = logging.getLogger("lean")
 
-_LOGIT_ROWS = 64
-_LOGITS = 2**22  # most of them at once: 16 MiB in float32
+_LOGIT_ROWS = 64  # most rows of logits at once
+_LOGITS = 2**22  # most logits at once: 16 MiB in float32
 
 
 class _DecoderResult:
-    """A decoder's output that holds the last hidden state; whatever else a model's head looks at is None."""
+    """A decoder's output that holds the last hidden state. Every other attribute is None."""
 
     def __init__(self, last_hidden_state: torch.Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -40,7 +40,7 @@ class _DecoderResult:
 
 @dataclass
 class LoadedModel:
-    """A model with its weights, its tokenizer, and what they say about generation. Holds no cache and no requests."""
+    """A model with its weights, its tokenizer and its defaults for generation. Holds no cache and no requests."""
 
     info: ModelInfo
     module: torch.nn.Module
@@ -55,20 +55,21 @@ class LoadedModel:
         self._decoder.forward = self._decoder_or_given
 
     def _decoder_or_given(self, *args: Any, lean_hidden: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """The decoder's forward. Given its result, it only hands it on: the model's own head then does the rest."""
+        """The decoder's forward. Given ``lean_hidden``, it returns that, so that only the model's own head runs."""
         if lean_hidden is not None:
             return _DecoderResult(lean_hidden)
         return self._run_decoder(*args, **kwargs)
 
     def check_weights(self, quantization: str | None, deterministic: bool) -> None:
-        """Raise ConfigError where an engine asks for other weights than these."""
+        """Raise ConfigError where an engine needs other weights than these."""
         if quantization is not None and quantization != self.info.quantization:
             raise ConfigError(
-                f"quantization {quantization} asked for, the loaded model has {self.info.quantization}: load it again"
+                f"quantization {quantization} does not match the loaded model, which has {self.info.quantization}: "
+                "load the model again"
             )
         if deterministic and self.weights is not None and not self.weights.row_invariant:
             raise ConfigError(
-                f"--deterministic cannot hold with the {self.weights.name} weights of the loaded model: leave it out"
+                f"--deterministic is not possible with the {self.weights.name} weights of the loaded model: remove it"
             )
 
     @property
@@ -82,12 +83,12 @@ class LoadedModel:
 
     @cached_property
     def token_limit(self) -> int:
-        """Ids from here on belong to no token; checkpoints pad their vocabulary."""
+        """One above the largest token id; the embedding may have more rows, as padding."""
         return max(self.tokenizer.get_vocab().values()) + 1
 
     @cached_property
     def logit_rows(self) -> int:
-        """Rows of logits that exist at once when many are wanted; fewer where the vocabulary is large."""
+        """Most rows of logits to compute at once; fewer for a large vocabulary."""
         return max(1, min(_LOGIT_ROWS, _LOGITS // self.vocab_size))
 
     def logit_slices(self, num_rows: int) -> Iterator[slice]:
@@ -101,13 +102,13 @@ class LoadedModel:
         return out.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden_size] -> [rows, vocab], through whatever the model does after its decoder."""
+        """hidden [rows, hidden_size] -> [rows, vocab], through all that the model does after its decoder."""
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
         return self.module(input_ids=ids, lean_hidden=hidden[None], use_cache=False).logits[0]
 
 
 def _generation_defaults(source: ModelSource) -> tuple[set[int], dict[str, Any]]:
-    """(end-of-sequence ids, sampling defaults) of generation_config.json; chance only where it says do_sample."""
+    """(end-of-sequence ids, sampling defaults) of generation_config.json; greedy unless it sets do_sample."""
     path = source.folder / "generation_config.json"
     if source.gguf_file is not None or not path.is_file():
         return set(), {}
@@ -125,10 +126,10 @@ def _generation_defaults(source: ModelSource) -> tuple[set[int], dict[str, Any]]
 
 
 def _ids(value: Any, where: str) -> set[int]:
-    """An end-of-sequence entry: nothing, one id, or a list of them."""
+    """The ids of an end-of-sequence entry, which is null, one id or a list of ids."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(token) is not int for token in ids):
-        raise ModelError(f"{where}: eos_token_id {value!r} must be a token id or a list of them")
+        raise ModelError(f"{where}: eos_token_id {value!r} must be a token id or a list of token ids")
     return set(ids)
 
 
@@ -147,7 +148,7 @@ def _list_names(names: Any) -> str:
 
 
 def _from_pretrained_without_bar(*args: Any, **kwargs: Any) -> Any:
-    """transformers' own progress bar would break the one line that lean prints."""
+    """Without transformers' progress bar, which would break the one line that lean prints."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -162,7 +163,7 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
 
     Raises:
         ModelError: tensors are missing or have another shape, or none can be quantized.
-        ConfigError: the quantization cannot serve here.
+        ConfigError: the quantization does not work with this dtype, this device or ``deterministic``.
     """
     source = info.source
     if info.quantization:
@@ -175,7 +176,7 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
     if source.gguf_file is not None:
         arguments = {"gguf_file": source.gguf_file, "quantization_config": transformers.GgufConfig(dequantize=True)}
     if deterministic or info.dtype is torch.float64:
-        # One plain product per expert, which row tiles can cut; grouped products take no float64.
+        # One plain product per expert, which can be cut into row tiles. Grouped products do not support float64.
         arguments["experts_implementation"] = "eager"
     module, report = attempt(
         f"cannot load {source.name}",

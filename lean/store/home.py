@@ -35,7 +35,7 @@ def exclusive(file: IO[Any], *, refusal: Exception | None = None, waiting: str |
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Replace a file: readers, and whoever comes after a crash, find the old content or the new one, never a part.
+    """Replace a file in one step: even after a crash it has the old content or the new content, never a part.
 
     Raises:
         OSError: the file cannot be written. The old content stays.

@@ -188,7 +188,7 @@ def test_an_engine_that_shares_the_model_says_what_was_fixed_too(tiny):
 def test_a_shared_model_keeps_the_frequencies_it_was_given(tiny):
     llm = start(longrope(tiny), max_model_len=64)
     before = logits(llm, tokens(60))
-    assert "load it again" in refusal(start, llm.model, max_model_len=65)
+    assert "load the model again" in refusal(start, llm.model, max_model_len=65)
     assert torch.equal(logits(llm, tokens(60)), before)
     assert torch.equal(logits(start(llm.model, max_model_len=50), tokens(50)), before[:50])
 

@@ -87,13 +87,13 @@ def test_a_name_that_is_not_listed_removes_nothing(models, hub, home, monkeypatc
     before = tree(tmp_path)
     for wrong in (name, str(models / NAME)) if name != "HOME" else (str(home),):
         message = refusal(remove_model, wrong)
-        assert message.endswith(f"is on disk; there is: {NAME}, owner/name")
+        assert message.endswith(f"is on disk; models on disk: {NAME}, owner/name")
         assert len(message) < 500
     assert tree(tmp_path) == before
 
 
 def test_with_nothing_on_disk_that_is_said(home):
-    assert refusal(remove_model, NAME) == f"no model '{NAME}' is on disk; there is none"
+    assert refusal(remove_model, NAME) == f"no model '{NAME}' is on disk; models on disk: none"
     assert not home.exists()
 
 
@@ -246,7 +246,7 @@ def test_a_hub_model_that_will_not_go_is_one_line(hub, monkeypatch, capfd, caplo
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr("shutil.rmtree", denied)
-    assert "not all of it could be deleted" in refusal(remove_model, "owner/name")
+    assert "some of its files could not be deleted" in refusal(remove_model, "owner/name")
     assert capfd.readouterr() == ("", "")
     assert caplog.text == ""
 

@@ -130,7 +130,7 @@ def test_a_repository_without_safetensors_is_refused_before_any_download(online,
     assert online.downloads == []
 
 
-def test_refusals_of_the_hub_name_a_way_out(online, monkeypatch):
+def test_refusals_of_the_hub_say_what_to_do(online, monkeypatch):
     from huggingface_hub import errors
 
     def error(kind):
@@ -139,13 +139,13 @@ def test_refusals_of_the_hub_name_a_way_out(online, monkeypatch):
     online.error = error(errors.GatedRepoError)
     assert "accept its terms" in refusal(resolve, "owner/name")
     online.error = RuntimeError("reset\nby peer")
-    assert f"(reset by peer): {hub.WAY_OUT}" in refusal(resolve, "owner/name")
+    assert f"(reset by peer): {hub.WHAT_TO_DO}" in refusal(resolve, "owner/name")
 
     def missing(*_, **__):
         raise error(errors.RepositoryNotFoundError)
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", missing)
-    assert f"no model owner/name on the hub, or it asks for `hf auth login`: {hub.WAY_OUT}" in refusal(
+    assert f"no model owner/name on the hub, or it needs `hf auth login`: {hub.WHAT_TO_DO}" in refusal(
         resolve, "owner/name"
     )
 
@@ -154,7 +154,7 @@ def test_offline_says_so_at_once_unless_the_cache_has_the_model(tmp_path):
     begin = time.monotonic()
     message = refusal(resolve, "owner/name")
     assert "cannot be reached" in message
-    assert hub.WAY_OUT in message
+    assert hub.WHAT_TO_DO in message
     assert time.monotonic() - begin < 3
     snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
