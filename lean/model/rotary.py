@@ -139,7 +139,7 @@ class SinkRotary:
 
     @classmethod
     def of(cls, model: torch.nn.Module, name: str) -> "SinkRotary":
-        """Read from a model after `install`. Raises ModelError unless it has one rotary module and full-attention layers."""
+        """Read from a model after `install`. Raises ModelError unless it has one rotary and full-attention layers."""
         modules = rotary_modules(model)
         if len(modules) != 1:
             raise ModelError(f"{name}: it has no rotary positions that lean can shift for the sinks: remove --window")
