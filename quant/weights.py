@@ -170,7 +170,7 @@ def _bitsandbytes(quantization: str) -> Any:
 
 
 def _has_fused_product(bnb: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a CPU product of this dtype reads 4-bit codes. The kernel computes in bfloat16 for every dtype."""
+    """Whether a CPU product of this dtype reads 4-bit codes. The kernel always computes in bfloat16."""
     return device.type == "cpu" and dtype is torch.bfloat16 and bool(bnb.functional.has_avx512bf16())
 
 

@@ -105,7 +105,7 @@ def lean_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function transformers calls instead of its own: `attend`, from and to its shapes.
+    """The attention function that transformers calls: `attend`, with transformers' shapes.
 
     Args:
         query: [1, num_q_heads, num_tokens, k_dim]; key, value: [1, num_kv_heads, num_tokens, dim], after RoPE.

@@ -1,4 +1,4 @@
-"""lean's rotary angles: position times frequency in float64, whatever the module's dtype.
+"""lean's rotary angles: position times frequency, in float64 for every dtype of the module.
 
 transformers multiplies in float32, which at position 5,000,000 is off by 0.03. Frequencies and attention scaling stay
 the model's own; only the product, its cosine and its sine are taken in float64.

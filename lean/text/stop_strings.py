@@ -1,4 +1,4 @@
-"""Stop strings: ends a stream of text before the first of them, whatever pieces it comes in."""
+"""Stop strings: end a stream of text before the first of them. How the stream is cut into pieces does not matter."""
 
 from collections.abc import Sequence
 

@@ -140,7 +140,7 @@ def test_yarn_scales_cosine_and_sine(models):
 
 @pytest.mark.parametrize(("kind", "narrow"), [("llama", torch.bfloat16), ("olmo2", torch.float32)])
 def test_cosine_and_sine_come_in_the_dtype_that_the_model_computes_with(models, kind, narrow):
-    """olmo2 rotates in float32 whatever the activations are; it must go on doing so."""
+    """olmo2 rotates in float32 for every dtype of the activations, and lean must keep that."""
     [(module, _)] = tables(models(kind))
     for dtype, want in ((torch.bfloat16, narrow), (torch.float32, torch.float32), (torch.float64, torch.float64)):
         assert {x.dtype for x in angles(module, None, 3, dtype)} == {want}
