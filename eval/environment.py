@@ -52,6 +52,5 @@ def _cpu_name() -> str:
 
 def weights_stamp(source: ModelSource) -> str:
     """Changes when the files of the weights do; their contents are not read."""
-    files = [source.folder / source.gguf_file] if source.gguf_file else sorted(source.folder.glob("*.safetensors"))
-    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stamps = [(file.name, size, changed) for file, size, changed in source.weight_files()]
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,7 +29,7 @@ from lean.model.attention import LayerInputs, attend
 from lean.model.rotary import SinkRotary
 from lean.quant import FORMATS, raw_format
 from lean.sampling_params import SamplingParams
-from lean.store.pull import cache_dir
+from lean.store.home import cache_dir, write_atomically
 
 if TYPE_CHECKING:
     from lean.llm import LLM
@@ -196,9 +194,7 @@ def probe(llm: LLM, *, keep: bool = True) -> Verdict | None:
     if keep:
         with suppress(OSError, ValueError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(asdict(verdict), allow_nan=False), encoding="utf-8")
-            part.replace(file)
+            write_atomically(file, json.dumps(asdict(verdict), allow_nan=False).encode())
     return verdict
 
 
@@ -241,10 +237,8 @@ def _warning(name: str, formats: list[tuple[str, str]], layers: list[LayerError]
 
 def _key(llm: LLM) -> str:
     """A digest of the model's files as they are now, and of everything else that the verdict depends on."""
-    source = llm.model.info.source
-    folder = Path(source.folder)
-    files = [folder / source.gguf_file] if source.gguf_file else sorted(folder.glob("*.safetensors"))
-    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    files = llm.model.info.source.weight_files()
+    stamps = [(str(file.resolve()), size, changed) for file, size, changed in files]
     config = llm.config
     parts = (
         _VERSION, stamps, str(llm.model.info.dtype), config.kv_dtype, config.kv_layers, config.kv_skip_layers,

@@ -168,11 +168,12 @@ def score_workspace_bytes(llm: "LLM") -> int:
 
 def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The object of ``info --json``. ``bytes_per_token`` covers all layers; null where a format does not fit."""
-    from lean.model.load import inspect_model
+    from lean.model.info import inspect_model
     from lean.quant import NAMES, raw_format
     from lean.store.source import resolve
 
-    info = inspect_model(resolve(name, trust_remote_code=trust_remote_code), "auto", trust_remote_code)
+    source = resolve(name, trust_remote_code=trust_remote_code)
+    info = inspect_model(source, EngineConfig(trust_remote_code=trust_remote_code))
 
     def plan(kv_dtype: str) -> CachePlan | None:
         try:

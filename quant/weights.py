@@ -16,17 +16,17 @@ from torch import nn
 
 BLOCK = 64  # inputs that share an NF4 scale
 TILE = 32  # outputs that bitsandbytes' CPU kernel computes side by side
-OUTLIER = 6.0  # activations beyond it are multiplied in half precision, as transformers has it for int8
+OUTLIER = 6.0  # activations beyond it are multiplied in half precision, as in transformers
 # Measured with bitsandbytes 0.50.2 on one core with AVX-512, one sequence: SmolLM2-135M, and 8 layers of width 2,048.
 CPU_INT8 = (
     "quantization bnb-8bit is for GPUs: on a CPU a token took 1.6 to 1.8 times as long as with bnb-4bit (for "
-    "SmolLM2-135M longer than in bfloat16), with 1.9 times the bytes: take bnb-4bit"
+    "SmolLM2-135M longer than in bfloat16), with 1.9 times the bytes: use bnb-4bit"
 )
 
 
 @dataclass(frozen=True)
 class WeightUse:
-    """What the weights of a model hold, in bytes.
+    """Number and size of a model's weights.
 
     Attributes:
         name: format of the quantized layers.
@@ -36,7 +36,7 @@ class WeightUse:
         quantized_bytes: their codes and scales.
         exact_bytes: embeddings, head, norms, biases and the other linear layers.
         fused: products read the codes; else every product first makes an exact copy of its layer.
-        row_invariant: a row's product has the same bits whatever the other rows are.
+        row_invariant: the bits of a row's product do not depend on the other rows.
     """
 
     name: str
@@ -57,7 +57,7 @@ class WeightUse:
 class PackedLinear(nn.Module):
     """x [..., in] times NF4 weights [out, in], in the layout of bitsandbytes' AVX-512 BF16 kernel. Row-invariant.
 
-    bitsandbytes' own module calls the same kernel with the same tensors; what it checks on every call takes as long as
+    bitsandbytes' own module calls the same kernel with the same tensors, but its checks on every call take as long as
     the product of a narrow layer.
 
     Args:
@@ -80,7 +80,7 @@ class PackedLinear(nn.Module):
         self.register_buffer("scales", scales)
         self.register_buffer("levels", levels)
         self.bias = bias
-        self._product = torch.ops.bitsandbytes.gemv_4bit.default  # despite its name for any number of rows
+        self._product = torch.ops.bitsandbytes.gemv_4bit.default  # takes any number of rows, despite its name
         self._shape = [self.out_features, self.in_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class PackedLinear(nn.Module):
 
 
 def check_quantization(quantization: str, dtype: torch.dtype, device: torch.device, deterministic: bool) -> None:
-    """Raise ValueError, in one line, where ``bnb-4bit`` or ``bnb-8bit`` cannot serve."""
+    """Raise ValueError, in one line, where ``bnb-4bit`` or ``bnb-8bit`` does not work."""
     if dtype is torch.float64:
         raise ValueError(f"quantization {quantization} computes in bfloat16, float16 or float32, not in float64")
     if quantization == "bnb-8bit" and device.type == "cpu":
@@ -100,9 +100,9 @@ def check_quantization(quantization: str, dtype: torch.dtype, device: torch.devi
     bnb = _bitsandbytes(quantization)
     if deterministic and not (quantization == "bnb-4bit" and _has_fused_product(bnb, dtype, device)):
         raise ValueError(
-            f"quantization {quantization}: with {str(dtype).removeprefix('torch.')} on {device.type} products depend "
-            "on the number of rows, so --deterministic cannot hold: leave one of them out (bnb-4bit in bfloat16 on a "
-            "CPU with AVX-512 BF16 goes with it)"
+            f"quantization {quantization}: in {str(dtype).removeprefix('torch.')} on {device.type}, products depend "
+            "on the number of rows, so --deterministic is not possible: remove one of the two options (bnb-4bit in "
+            "bfloat16 on a CPU with AVX-512 BF16 supports it)"
         )
 
 
@@ -132,7 +132,7 @@ def quantize_linears(model: nn.Module, decoder: nn.Module, quantization: str, de
     if not num_quantized:
         raise ValueError(
             f"quantization {quantization}: none of {len(names)} linear layers has a multiple of {BLOCK} inputs and "
-            f"of {TILE} outputs: leave it out"
+            f"of {TILE} outputs: remove --quantization"
         )
     held = {tensor.data_ptr() for tensor in tensors}
     kept = [weight for weight in model.parameters() if weight.data_ptr() not in held]
@@ -146,8 +146,8 @@ def quantize_linears(model: nn.Module, decoder: nn.Module, quantization: str, de
 def _bitsandbytes(quantization: str) -> Any:
     """Import bitsandbytes. Raises ValueError where it is not installed.
 
-    Where Hugging Face's package `kernels` is installed, its import would fetch a compiled kernel from the hub and load
-    it: the kernels that came with it serve here.
+    Where Hugging Face's package `kernels` is installed, importing bitsandbytes would download a compiled kernel from
+    the hub. Here that package is hidden, so bitsandbytes uses the kernels it came with.
     """
     if "bitsandbytes" in sys.modules:
         return sys.modules["bitsandbytes"]
@@ -170,7 +170,7 @@ def _bitsandbytes(quantization: str) -> Any:
 
 
 def _has_fused_product(bnb: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a CPU product of this dtype reads 4-bit codes. The kernel computes in bfloat16 whatever it is given."""
+    """Whether a CPU product of this dtype reads 4-bit codes. The kernel always computes in bfloat16."""
     return device.type == "cpu" and dtype is torch.bfloat16 and bool(bnb.functional.has_avx512bf16())
 
 
@@ -199,7 +199,7 @@ def _int8(bnb: Any, linear: nn.Linear, device: torch.device) -> nn.Module:
 
 
 def _let_go(kept: list[nn.Parameter]) -> None:
-    """Give back the file that exact weights are views of, and what glibc keeps of the quantizer's temporaries."""
+    """Free the file that exact weights are views of, and the memory that glibc keeps of the quantizer's temporaries."""
     for weight in kept:
         weight.data = weight.data.clone()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
@@ -207,7 +207,7 @@ def _let_go(kept: list[nn.Parameter]) -> None:
 
 
 def _tensors(layer: Any) -> list[torch.Tensor]:
-    """What holds a quantized layer's weights."""
+    """The tensors that hold a quantized layer's weights."""
     if isinstance(layer, PackedLinear):
         return [layer.codes, layer.scales, layer.levels]
     if getattr(layer.weight, "SCB", None) is not None:

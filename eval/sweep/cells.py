@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from lean.config import EngineConfig
 from lean.errors import UserError, one_line
 from lean.eval.score.fidelity import Fidelity, floor_config
 from lean.eval.sweep.speed import Speed
+from lean.store.home import exclusive, write_atomically
 
 EXACT = "exact"
 
@@ -131,7 +131,8 @@ class SweepFolder:
     def append(self, result: Result) -> None:
         """Keep a result: after this call neither a crash nor a power cut loses it."""
         if not self._config_file.exists():
-            _write_config(self._config_file, self._config)
+            text = yaml.safe_dump(self._config, sort_keys=False, allow_unicode=True)
+            write_atomically(self._config_file, text.encode())
         self._file.write(json.dumps(to_json(result), allow_nan=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -154,10 +155,8 @@ def open_folder(folder: Path, config: dict[str, Any]) -> Iterator[SweepFolder]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write into {folder}: {getattr(error, 'strerror', None) or one_line(error)}") from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another sweep writes into {folder}: wait for it, or give another --out") from None
+        taken = UserError(f"another sweep writes into {folder}: wait for it, or give another --out")
+        exclusive(file, refusal=taken)
         file.seek(0)
         written = file.read()
         _check_config(folder, config, begun=bool(written))
@@ -174,16 +173,6 @@ def _read_line(folder: Path, number: int, line: bytes) -> Result:
         raise UserError(
             f"{folder / 'results.jsonl'} line {number} is no result of a sweep: give another --out"
         ) from None
-
-
-def _write_config(file: Path, config: dict[str, Any]) -> None:
-    """All of it or nothing."""
-    part = file.with_suffix(".part")
-    with part.open("w", encoding="utf-8") as stream:
-        yaml.safe_dump(config, stream, sort_keys=False, allow_unicode=True)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(file)
 
 
 def _check_config(folder: Path, config: dict[str, Any], begun: bool) -> None:

@@ -13,7 +13,7 @@ from lean.eval.score.perplexity import BosRule
 from lean.eval.sweep.cells import EXACT, Cell
 
 if TYPE_CHECKING:
-    from lean.model.load import ModelInfo
+    from lean.model.info import ModelInfo
 
 NEEDLE_DEPTHS = (0.0, 50.0, 100.0)
 NEEDLE_TRIALS = 3

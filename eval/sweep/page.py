@@ -1,7 +1,6 @@
 """``report.html``: a sweep on one page that needs nothing else, no network included."""
 
 import base64
-import os
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lean.errors import UserError
 from lean.eval.sweep.plots import LIGHT, Look, draw_frontier, draw_needles, picture
 from lean.eval.sweep.table import Judged, frontier_csv, not_run, table
+from lean.store.home import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,9 +55,7 @@ def write_report(judged: Judged, folder: Path) -> list[Path]:
         files["needles.png"] = picture(draw_needles(judged.sweep.measured), "png")
     try:
         for name, content in files.items():
-            part = folder / f".{name}.part"
-            part.write_bytes(content)
-            os.replace(part, folder / name)
+            write_atomically(folder / name, content)
     except OSError as error:
         raise UserError(f"cannot write the report into {folder}: {error.strerror or error}") from None
     return [folder / name for name in files]

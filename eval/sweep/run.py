@@ -20,7 +20,7 @@ from lean.eval.sweep.cells import EXACT, CacheBytes, Cell, Impossible, Measured,
 from lean.eval.sweep.grid import NEEDLE_DEPTHS, NEEDLE_TRIALS, Grid, describe_sweep
 from lean.eval.sweep.speed import STEPS, SpeedMeter
 from lean.llm import LLM
-from lean.model.load import ModelInfo, inspect_model
+from lean.model.info import ModelInfo, inspect_model
 from lean.quant import BF16, raw_format
 from lean.store.source import ModelSource
 
@@ -68,7 +68,7 @@ def run_sweep(
         UserError: nothing of the grid can run like this, or the folder belongs to something else.
         EngineError: the exact cache fails.
     """
-    info = inspect_model(source, base.dtype, base.trust_remote_code)
+    info = inspect_model(source, base)
     base = replace(base, max_model_len=base.max_model_len or _longest_sequence(info, grid))
     config = describe_sweep(info, base, grid, corpus)
     cells = grid.cells()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any, BinaryIO
 
 from lean.cli.batch_rows import RowId, is_id, read_object, shown
 from lean.errors import LeanError, RequestError, one_line
+from lean.store.home import exclusive
 
 ROW_START = b'{"id": '  # of every line that is written; by it a cut one is known as lean's own
 
@@ -51,10 +51,8 @@ def open_results(out: Path) -> Iterator[tuple[BinaryIO, set[RowId]]]:
     if out.exists() and not out.is_file():
         raise RequestError(f"{out} is no plain file: name one for the results")
     with out.open("ab", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RequestError(f"another run is writing to {out}: wait for it, or name another file") from None
+        taken = RequestError(f"another run is writing to {out}: wait for it, or name another file")
+        exclusive(file, refusal=taken)
         done, end = _read_results(out)
         if end < os.fstat(file.fileno()).st_size:
             file.truncate(end)

@@ -127,10 +127,10 @@ def attention(
     if model is not None and shape is not None:
         raise UserError("two shapes: give MODEL or --shape, not both")
     if model is not None:
-        from lean.model.load import inspect_model
+        from lean.model.info import inspect_model
         from lean.store.source import resolve
 
-        layer = inspect_model(resolve(model)).layers[0]
+        layer = inspect_model(resolve(model), EngineConfig()).layers[0]
         chosen = Shape(layer.num_q_heads, layer.num_kv_heads, layer.k_dim)
     else:
         match = re.fullmatch(r"(\d+)/(\d+)x(\d+)", shape or "9/3x64")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lean.errors import one_line
-from lean.store.pull import cache_dir
+from lean.store.home import cache_dir
 
 Level = Literal["ok", "note", "problem"]
 

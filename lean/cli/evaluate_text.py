@@ -134,7 +134,7 @@ def kld(
     )
     from lean.eval.score.perplexity import prepare
     from lean.llm import LLM
-    from lean.model.load import inspect_model
+    from lean.model.info import inspect_model
     from lean.store.source import resolve
 
     source = read_corpus(text, corpus)
@@ -145,7 +145,7 @@ def kld(
     # model, whatever window the candidate has.
     name = choose_model(options.model)
     found_at = resolve(name, trust_remote_code=options.engine.trust_remote_code)
-    limit = inspect_model(found_at, options.engine.dtype, options.engine.trust_remote_code).max_position_embeddings
+    limit = inspect_model(found_at, options.engine).max_position_embeddings
     limit = min(limit, options.engine.max_model_len or limit)
     if context_length is not None and context_length > limit:
         raise UserError(

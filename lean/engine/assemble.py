@@ -16,7 +16,8 @@ from lean.engine.selftest import try_layers, try_rotation
 from lean.errors import ConfigError
 from lean.kernels.ops import backend, is_recordable
 from lean.model import rotary
-from lean.model.load import LoadedModel, ModelInfo, inspect_model, load_model
+from lean.model.info import ModelInfo, inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.quant import raw_format
 from lean.store.source import ModelSource, resolve
 
@@ -72,7 +73,7 @@ def assemble(model: str | ModelSource | LoadedModel, config: EngineConfig, *, pr
     else:
         if isinstance(model, str):
             model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
-        info = inspect_model(model, config.dtype, config.trust_remote_code, config.quantization)
+        info = inspect_model(model, config)
         _kernels(device)
         plan = _plan(info, config)
         _size(plan, config, info, device)  # refuses what can never fit; the weights take their part of the memory below
@@ -95,9 +96,13 @@ def assemble(model: str | ModelSource | LoadedModel, config: EngineConfig, *, pr
 def _check_loaded(model: LoadedModel, config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError where the configuration asks for another dtype, device or weights than the model has."""
     if config.dtype != "auto" and getattr(torch, config.dtype) is not model.info.dtype:
-        raise ConfigError(f"dtype {config.dtype} was requested, but the loaded model is {model.info.dtype}: reload it")
+        raise ConfigError(
+            f"dtype {config.dtype} was requested, but the loaded model is {model.info.dtype}: load it again"
+        )
     if config.device != "auto" and device != model.device:
-        raise ConfigError(f"device {config.device} was requested, but the loaded model is on {model.device}: reload it")
+        raise ConfigError(
+            f"device {config.device} was requested, but the loaded model is on {model.device}: load it again"
+        )
     model.check_weights(config.quantization, config.deterministic)
 
 

@@ -18,7 +18,7 @@ import torch
 from lean.engine.decode_batch import DecodeBatch
 from lean.errors import ModelError, one_line
 from lean.model.attention import AttentionBatch
-from lean.store.pull import cache_dir
+from lean.store.home import cache_dir
 
 if TYPE_CHECKING:
     from lean.engine.scheduler import Chunk

@@ -31,8 +31,8 @@ class AttentionBatch:
         slot_mapping: per pool, int64 [num_tokens], block id x block_size + slot, negative for padding.
         block_tables: per pool, int32 [num_seqs, max_blocks].
         sink_turn: turns queries back for the sink keys; None where no row has lost a token to the window.
-        observer: sees every layer's attention, and may put something else in the place of its outcome; None but for
-            the self-test and measurements.
+        observer: called with every layer's inputs and outcome; what it returns takes the place of the outcome. None
+            except in the self-test and in measurements.
     """
 
     query_start_loc: torch.Tensor
@@ -45,7 +45,7 @@ class AttentionBatch:
 
 
 class LayerInputs(NamedTuple):
-    """What one layer's attention is given in one step, after RoPE, and its settings.
+    """The inputs of one layer's attention in one step, after RoPE, and its settings.
 
     query: [num_tokens, num_q_heads, k_dim]; key, value: [num_tokens, num_kv_heads, dim]; sink_logits: [num_q_heads].
     """
@@ -59,7 +59,7 @@ class LayerInputs(NamedTuple):
     sink_logits: torch.Tensor | None
 
 
-# Takes a layer's inputs and outcome [num_tokens, num_q_heads, v_dim], returns what goes on as the outcome.
+# Takes a layer's inputs and outcome [num_tokens, num_q_heads, v_dim], returns the outcome that the model goes on with.
 Observer = Callable[[LayerInputs, torch.Tensor], torch.Tensor]
 
 
@@ -105,7 +105,7 @@ def lean_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function transformers calls instead of its own: `attend`, from and to its shapes.
+    """The attention function that transformers calls: `attend`, with transformers' shapes.
 
     Args:
         query: [1, num_q_heads, num_tokens, k_dim]; key, value: [1, num_kv_heads, num_tokens, dim], after RoPE.
@@ -123,11 +123,11 @@ def lean_attention(
     if kwargs.get("is_causal") is False:
         unknown.append("is_causal=False")
     if attention_mask is not None:
-        unknown.append("a mask of its own")
+        unknown.append("an attention mask")
     if dropout:
         unknown.append("dropout")
     if unknown:
-        raise ModelError(f"its attention takes {', '.join(unknown)}, which lean does not compute")
+        raise ModelError(f"the model's attention uses {', '.join(unknown)}, which lean does not support")
     if (sliding_window or 0) != layer.own_window:
         raise ModelError(f"layer {index} asks for window {sliding_window}, the cache has {layer.own_window}")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -140,7 +140,7 @@ def lean_attention(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The cache knows what is visible: no mask is ever built."""
+    """The cache decides what is visible: no mask is built."""
     return None
 
 

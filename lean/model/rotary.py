@@ -1,11 +1,11 @@
-"""lean's rotary angles: position times frequency in float64, whatever the module's dtype.
+"""lean's rotary angles: position times frequency, in float64 for every dtype of the module.
 
 transformers multiplies in float32, which at position 5,000,000 is off by 0.03. Frequencies and attention scaling stay
 the model's own; only the product, its cosine and its sine are taken in float64.
 
-Under a window the sinks come closer by what is gone between them and the window (StreamingLLM's in-cache positions,
-arXiv:2309.17453). Stored keys are never touched: rotations commute, so the query is turned back for the sink keys, by
-the bare angle and on the rotary dims only (`SinkRotary`).
+Under a window, the distance from a query to the sinks shrinks by the number of tokens evicted in between (in-cache
+positions of StreamingLLM, arXiv:2309.17453). Stored keys stay as they are: rotations commute, so the query is turned
+back for the sink keys, by the angle alone and on the rotary dims only (`SinkRotary`).
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def rotary_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def layer_types(module: torch.nn.Module) -> list[str | None]:
-    """Layer types with frequencies of their own; [None] where all layers share them."""
+    """Layer types with separate frequencies; [None] where all layers share the same."""
     return list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
 
 
@@ -43,8 +43,8 @@ def _rope_type(module: torch.nn.Module, layer_type: str | None) -> str:
 def frequencies(module: torch.nn.Module, layer_type: str | None, max_model_len: int) -> tuple[torch.Tensor, float]:
     """(inverse frequencies [rotary_dim / 2] float64, attention scaling) of one layer type.
 
-    Kinds whose frequencies depend on the current length are fixed at those of ``max_model_len``: keys that are in the
-    cache cannot change theirs later.
+    Where frequencies depend on the current length, those of ``max_model_len`` are used: keys in the cache cannot
+    change their frequencies later.
     """
     rope_type = _rope_type(module, layer_type)
     prefix = "" if layer_type is None else f"{layer_type}_"
@@ -83,7 +83,7 @@ def install(model: torch.nn.Module, max_model_len: int, name: str = "model") -> 
 
     Raises:
         ModelError: a rotary embedding whose output is not understood.
-        ConfigError: the model serves another engine already whose length fixed other frequencies.
+        ConfigError: another engine uses the model, and its max_model_len fixed other frequencies.
     """
     notes = []
     for module in rotary_modules(model):
@@ -95,7 +95,9 @@ def install(model: torch.nn.Module, max_model_len: int, name: str = "model") -> 
         if installed is not None:
             same = [torch.equal(t[0], installed[kind][0]) and t[1] == installed[kind][1] for kind, t in tables.items()]
             if not all(same):
-                raise ConfigError(f"{name}: its rotary frequencies were fixed for another max-model-len, load it again")
+                raise ConfigError(
+                    f"{name}: its rotary frequencies are fixed for another max-model-len: load the model again"
+                )
             continue
         layouts = {kind: _layout(module, kind, name) for kind in tables}
         module.lean_tables = tables  # type: ignore[assignment]
@@ -137,15 +139,15 @@ class SinkRotary:
 
     @classmethod
     def of(cls, model: torch.nn.Module, name: str) -> "SinkRotary":
-        """Read it off a model whose rotary is lean's. Raises ModelError for one without a single rotary."""
+        """Read from a model after `install`. Raises ModelError unless it has one rotary and full-attention layers."""
         modules = rotary_modules(model)
         if len(modules) != 1:
-            raise ModelError(f"{name}: no rotary positions that lean could shift for the sinks, so no --window")
+            raise ModelError(f"{name}: it has no rotary positions that lean can shift for the sinks: remove --window")
         tables: dict = modules[0].lean_tables  # type: ignore[assignment]
         layouts: dict = modules[0].lean_layouts  # type: ignore[assignment]
         kind = None if None in tables else "full_attention"
         if kind not in tables:
-            raise ModelError(f"{name}: no full-attention layers that a --window could bound")
+            raise ModelError(f"{name}: it has no full-attention layers for --window to bound: remove --window")
         return cls(tables[kind][0].cpu(), layouts[kind] == "pairs")
 
     def back(self, shifts: torch.Tensor, device: torch.device) -> SinkTurn:
@@ -155,7 +157,7 @@ class SinkRotary:
 
 
 def _regime(module: torch.nn.Module, layer_type: str | None, max_model_len: int) -> str:
-    """What was fixed, for the user."""
+    """The line for the user that says which frequencies were fixed."""
     rope_type = _rope_type(module, layer_type)
     factors = ""
     if rope_type == "longrope":

@@ -1,6 +1,6 @@
-"""What must hold before any weight of a checkpoint is loaded, or any code beside it could run.
+"""Checks of a checkpoint folder before its weights are loaded or any code in it can run.
 
-It is untrusted data: half downloaded, mixed from two versions, or made to mislead. Only names and headers are read.
+A checkpoint is untrusted data: half downloaded, mixed from two versions, or malicious. Only names and headers are read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ DOUBT = "incomplete download or LFS pointer?"
 
 
 def check_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Refuse a folder that transformers would load wrongly, only in part, or by running code that came with it.
+    """Refuse a folder that transformers would load wrongly, only in part, or by running code from the folder.
 
-    Which tensors the model needs is not known here; the loader compares them with what it got.
+    The loader checks later that no tensor of the model is missing.
 
     Raises:
         ModelError: no config, no safetensors, an unknown architecture, untrusted code, or missing or damaged weights.
@@ -51,8 +51,8 @@ def _require_safetensors(folder: Path, listed: set[str]) -> None:
     if not any(name.endswith(".safetensors") for name in listed):
         if any(fnmatch(name, pattern) for name in listed for pattern in PICKLES):
             raise ModelError(
-                f"{folder} has pickled weights only, and unpickling runs whatever code they carry: where you trust "
-                "them, convert with transformers' from_pretrained(...).save_pretrained(...) and pass the result"
+                f"{folder} has only pickled weights, and unpickling runs any code in them: if you trust them, convert "
+                "them with transformers' from_pretrained(...).save_pretrained(...) and pass the result"
             )
         if gguf := sorted(name for name in listed if name.endswith(".gguf")):
             raise ModelError(f"{folder} holds GGUF files: pass the file itself, {folder / gguf[0]}")
@@ -63,9 +63,9 @@ def _require_safetensors(folder: Path, listed: set[str]) -> None:
 
 
 def _check_code(folder: Path, config: dict[str, Any], tokenizer: dict[str, Any], trust_remote_code: bool) -> None:
-    """Refuse what transformers has no class of its own for, unless code that does was trusted.
+    """Refuse a model for which transformers has no class, unless the user trusts the code in the folder.
 
-    For what it knows, transformers ignores `auto_map` if it is told trust_remote_code=False; at None it asks on stdin.
+    For known models transformers ignores `auto_map` with trust_remote_code=False; with None it would ask on stdin.
     """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING, tokenizer_class_from_name
@@ -73,16 +73,18 @@ def _check_code(folder: Path, config: dict[str, Any], tokenizer: dict[str, Any],
     model_type = str(config.get("model_type"))
     known = model_type in CONFIG_MAPPING
     if not known and "auto_map" not in config:
-        raise ModelError(f"model_type {model_type!r} is unknown to transformers {__version__}, and lean does not guess")
+        raise ModelError(
+            f"model_type {model_type!r} is unknown to transformers {__version__}: try a newer transformers"
+        )
     if known and "auto_map" in tokenizer:
         tokenizer_class = tokenizer_class_from_name(str(tokenizer.get("tokenizer_class")))
         known = tokenizer_class is not None or CONFIG_MAPPING[model_type] in TOKENIZER_MAPPING
     if not known and not trust_remote_code:
-        raise ModelError(f"{folder} works only with the Python code in it: read that, then pass --trust-remote-code")
+        raise ModelError(f"{folder} needs the Python code in it: read that code, then pass --trust-remote-code")
 
 
 def _check_routes(config: dict[str, Any], listed: set[str]) -> None:
-    """Close the ways by which transformers would take other files than the ones checked here."""
+    """Refuse settings that make transformers load other files than those checked here."""
     if config.get("transformers_weights") is not None:
         raise ModelError(f'{CONFIG} sets "transformers_weights": remove it and name the file {SINGLE} or {INDEX}')
     for key, value in config.items():
@@ -93,15 +95,15 @@ def _check_routes(config: dict[str, Any], listed: set[str]) -> None:
 
 
 def _check_shards(folder: Path, listed: set[str]) -> None:
-    """Every file of the index must be there, whole, and hold the tensors it is said to hold; others are never read."""
+    """Every file of the index must exist, be whole, and hold the tensors assigned to it. Other files are never read."""
     index = _read_object(folder / INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(index.get("metadata"), dict):
         raise ModelError(f'{INDEX} is malformed: it needs a "metadata" and a non-empty "weight_map"')
     shards = sorted(set(map(str, weight_map.values())))
     for shard in shards:
-        # The name is judged, and links are followed: in the hub's cache every file is a link into a folder beside
-        # the snapshot. Who can place a link could place the bytes, but the index arrives from elsewhere.
+        # Only the name is checked. Links are followed: in the hub's cache every file is a link to another folder.
+        # Whoever can place a link can place any bytes, but the index may come from someone else.
         if not re.fullmatch(r"[\w.-]+\.safetensors", shard):
             raise ModelError(f"{INDEX} names {shard[:80]!r}: not a .safetensors file of this folder")
     if missing := [shard for shard in shards if shard not in listed]:
@@ -114,7 +116,7 @@ def _check_shards(folder: Path, listed: set[str]) -> None:
                 raise ModelError(f"{owner[tensor]} and {shard} both hold {tensor!r}: files of two checkpoints?")
     if absent := [tensor for tensor, shard in weight_map.items() if owner.get(tensor) != shard]:
         first = f"{absent[0]!r} to {weight_map[absent[0]]!r}, which does not hold it"
-        raise ModelError(f"{INDEX} assigns {first} ({len(absent)} such): stale index?")
+        raise ModelError(f"{INDEX} assigns {first} ({len(absent)} tensors in all): stale index?")
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""GGUF files: what must hold before a reader follows their numbers, and what transformers leaves unread in them.
+"""GGUF files: checks before a reader trusts their numbers, and the metadata that transformers does not read.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -17,7 +17,7 @@ from lean.store.checkpoint import DOUBT, wrong_size
 
 GGUF_UINT32, GGUF_STRING, GGUF_ARRAY = 4, 8, 9
 GGUF_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-# Pre-tokenizers (`tokenizer.ggml.pre`) that make every digit a word of its own.
+# Pre-tokenizers (`tokenizer.ggml.pre`) that make every digit a separate word.
 DIGIT_SPLITTING = ("smollm",)
 
 
@@ -30,9 +30,9 @@ class GgufHeader:
 
 
 def read_gguf(file: Path) -> GgufHeader:
-    """Walk a GGUF file's metadata and tensor table: everything they promise must lie inside the file.
+    """Check that all that a GGUF file's metadata and tensor table describe lies inside the file.
 
-    The Python readers believe these numbers: they multiply dimensions modulo 2**64 and follow offsets unchecked.
+    The Python readers do not check: they multiply dimensions modulo 2**64 and follow any offset.
 
     Raises:
         ModelError: not a GGUF file, shorter than it says, or with a header that no writer produces.
@@ -56,8 +56,8 @@ def read_gguf(file: Path) -> GgufHeader:
 def load_gguf_tokenizer(file: Path) -> Any:
     """The tokenizer of a GGUF file.
 
-    transformers does not read `tokenizer.ggml.pre`. Where it says that every digit is a word, the spaces and newlines
-    before a number would become other tokens than the model was trained on.
+    transformers does not read `tokenizer.ggml.pre`. Where it makes every digit a word, transformers' tokenizer would
+    turn spaces and newlines before a number into other tokens than those that the model was trained on.
     """
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoTokenizer
@@ -129,5 +129,5 @@ class _Cursor:
         elif kind == GGUF_STRING:
             for _ in range(count):
                 self.skip(self.take("<Q")[0])
-        else:  # an array of arrays too: the readers recurse into it, and nobody writes one
+        else:  # or an array of arrays: no writer makes one, and the readers recurse into it
             raise ValueError(f"metadata of type {kind}")

@@ -1,4 +1,4 @@
-"""Models on disk: what is there, and how to be rid of it."""
+"""Models on disk: the list of them, and their removal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 from lean.errors import ModelError, one_line
 from lean.store.checkpoint import CONFIG, INDEX, SINGLE
-from lean.store.pull import ARTEFACTS, MANIFEST, _exclusive, _is_complete, cache_dir
+from lean.store.home import cache_dir, exclusive
+from lean.store.pull import ARTEFACTS, MANIFEST, WAITING, is_complete
 from lean.store.source import HUB_ID
 from lean.units import mib
 
 log = logging.getLogger("lean")
 
-LEFTOVER = re.compile(r"\.(.+)\.[^.]+\.tmp", re.DOTALL)  # how a pull, and a removal, call their work folders
+LEFTOVER = re.compile(r"\.(.+)\.[^.]+\.tmp", re.DOTALL)  # names of the work folders of pulls and removals
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class StoredModel:
 
     Attributes:
         name: what `lean rm` takes, and `lean run` where the model is complete.
-        nbytes: of the files that are really in that place. Files that revisions share count once; what a link in
-            lean's own folder points to does not count, and is not removed either.
-        architecture, model_type, dtype: as config.json says; None where it does not, or cannot be read.
-        complete: False for what a killed pull or download left behind. Of a pulled model the manifest decides, of one
-            of the hub whether all its weight files are there.
+        nbytes: size of the files in that place. Files that revisions share count once. The target of a link in lean's
+            own folder does not count, and is not removed.
+        architecture, model_type, dtype: from config.json; None where it does not say, or cannot be read.
+        complete: False for the remains of a killed pull or download. A pulled model must fit its manifest; a model of
+            the hub must have all its weight files.
     """
 
     name: str
@@ -67,9 +68,7 @@ def remove_model(name: str) -> int:
     model = next((model for model in models if model.name == name), None)
     if model is None:
         there = ", ".join(_shown(model.name) for model in models)
-        raise ModelError(
-            f"no model {one_line(name)!r} is on disk; {'there is: ' + there if there else 'there is none'}"
-        )
+        raise ModelError(f"no model {one_line(name)!r} is on disk; models on disk: {there or 'none'}")
     try:
         return _remove_pulled(model) if model.origin == "pulled" else _remove_hub(model)
     except OSError as error:
@@ -138,7 +137,7 @@ def _describe(folder: Path) -> dict[str, str | None]:
     except (OSError, ValueError, RecursionError):
         config = None
     config = config if isinstance(config, dict) else {}
-    text = config.get("text_config")  # of models that also see or hear
+    text = config.get("text_config")  # of multimodal models
     inner = text if isinstance(text, dict) else {}
     architectures = config.get("architectures")
     said = {
@@ -172,7 +171,7 @@ def _real_bytes(folder: Path, inside: Path) -> int:
 
 
 def _require_writable(folder: Path) -> None:
-    """Refuse before anything is touched, rather than leave half of it."""
+    """Raise before anything is deleted, so that no half of a model stays."""
     for place in (str(folder.parent), *(place for place, _, _ in os.walk(folder))):
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
@@ -205,7 +204,7 @@ def _pulled() -> Iterator[StoredModel]:
 
 
 def _fits_manifest(folder: Path) -> bool:
-    """Whether a pull ended here, and left what is here. Models that only other versions of lean know count too."""
+    """Whether the folder is as a finished pull left it. Models that only other versions of lean know count too."""
     artefact = ARTEFACTS.get(folder.name)
     if artefact is None:
         try:
@@ -213,18 +212,19 @@ def _fits_manifest(folder: Path) -> bool:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
         artefact = replace(next(iter(ARTEFACTS.values())), member_sha256=sha256)
-    return _is_complete(folder, artefact)
+    return is_complete(folder, artefact)
 
 
 def _remove_pulled(model: StoredModel) -> int:
-    """Rename away, then delete: what a kill in between leaves is hidden, listed, and swept by the next pull."""
+    """Rename to a hidden name, then delete. After a kill in between, the next pull deletes the rest."""
     folder, models = model.folder, model.folder.parent
     leftover = LEFTOVER.fullmatch(model.name)
     base = leftover[1] if leftover else model.name
     lock = models / f".{base}.lock"
     if lock.is_symlink():  # opening it would empty what it points to
-        raise OSError(errno.ELOOP, "its lock is a link", str(lock))
-    with _exclusive(lock, progress=True):
+        raise OSError(errno.ELOOP, "its lock file is a link", str(lock))
+    with lock.open("w") as held:
+        exclusive(held, waiting=WAITING)
         if folder.is_symlink():
             folder.unlink()
             return 0
@@ -285,7 +285,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _has_all_weights(folder: Path) -> bool:
-    """Whether the weights are there by name; whether they are whole is checked when they are loaded."""
+    """Whether all weight files exist. Their contents are checked when they are loaded."""
     if (folder / SINGLE).is_file():
         return True
     try:
@@ -309,11 +309,11 @@ def _remove_hub(model: StoredModel) -> int:
     _require_writable(repo.repo_path)
     before = _real_files(repo.repo_path, repo.repo_path.parent)
     verbosity = hub_logging.get_verbosity()
-    hub_logging.set_verbosity(hub_logging.CRITICAL)  # what it cannot delete it logs, with a traceback, and goes on
+    hub_logging.set_verbosity(hub_logging.CRITICAL)  # it would log each failed deletion with a traceback, and go on
     try:
         cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
     finally:
         hub_logging.set_verbosity(verbosity)
     if repo.repo_path.exists():
-        raise OSError(errno.EACCES, "not all of it could be deleted", str(repo.repo_path))
+        raise OSError(errno.EACCES, "some of its files could not be deleted", str(repo.repo_path))
     return sum(size for file, size in before.values() if not file.exists())

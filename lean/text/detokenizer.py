@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, never half a character and never taking text back."""
+"""Token ids to text, piece by piece: no half characters, and text once given out stays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,8 @@ REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are no characte
 class Detokenizer:
     """Streams the text of one sequence.
 
-    A piece is what the decode of a short window of tokens gained by its newest ones. Replacement characters at the end
-    of the window may still become a character, so they wait until something follows or the stream ends.
+    The newest tokens are decoded with a short window of tokens before them; a piece is the text they add. Replacement
+    characters at its end may still become a character, so they wait until more text follows or the stream ends.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -41,7 +41,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What was held back. A character that never got its last bytes comes out as the replacement character."""
+        """The text that was held back. A character without its last bytes becomes the replacement character."""
         text = self._decode(self._ids[self._start :])[self._given :]
         self._start = self._read = len(self._ids)
         self._given = 0

@@ -1,7 +1,7 @@
 """Prompts and conversations to token ids.
 
 In a chat only the template writes control tokens: where a message spells one, it stays text. A raw prompt has no such
-protection; there the special tokens that the text spells become control tokens, which is what raw mode is for.
+protection: special tokens that its text spells become control tokens. That is the purpose of raw mode.
 """
 
 import logging
@@ -23,16 +23,16 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool | None = None) -> list
     """Token ids of a prompt.
 
     Args:
-        chat: put the text into the model's chat template; None does where there is one. Otherwise it is raw: special
-            tokens in the text become control tokens.
+        chat: True puts the text into the model's chat template. False takes it raw: special tokens in the text become
+            control tokens. None is True where the model has a template.
 
     Raises:
-        RequestError: an empty prompt, text that is no UTF-8, a chat without a template, or a template that fails.
+        RequestError: an empty prompt, text that is not UTF-8, a chat without a template, or a template that fails.
     """
     if not prompt:
         raise RequestError(EMPTY_PROMPT)
     if not _is_utf8(prompt):
-        raise RequestError("the prompt is not valid text: it holds bytes that are no UTF-8")
+        raise RequestError("the prompt is not valid UTF-8 text")
     if chat or (chat is None and _has_template(tokenizer)):
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
     ids = list(tokenizer(prompt)["input_ids"])
@@ -47,8 +47,8 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     Of a message, the template sees role (system, user or assistant) and content (text). The template writes the BOS.
 
     Raises:
-        RequestError: a message of another shape, no template, a template that fails, or one that hides where a
-            content with a control token's text went.
+        RequestError: a message of another shape, no template, a template that fails, or one that changes a content
+            which spells a control token.
     """
     return _encode(tokenizer, _checked(tokenizer, messages))
 
@@ -60,8 +60,8 @@ def encode_next_turn(tokenizer: Any, messages: Sequence[Message], last_token_ids
 
     Args:
         messages: the whole conversation; its last two are the assistant's answer and the new user message.
-        last_token_ids: what the answer ended with as generated, the last few ids or all. An end-of-turn token among
-            them is not written again; an answer that was cut short gets one.
+        last_token_ids: the last ids of the answer as generated, a few or all. An end-of-turn token at their end is not
+            written again; an answer without one gets it.
 
     Raises:
         RequestError: as `encode_chat`, or a template that does not write the last answer exactly once.
@@ -69,7 +69,7 @@ def encode_next_turn(tokenizer: Any, messages: Sequence[Message], last_token_ids
     turns = _checked(tokenizer, messages)
     if [turn["role"] for turn in turns[-2:]] != ["assistant", "user"]:
         raise RequestError("a next turn needs the assistant's answer and a user message as the last two messages")
-    answer = turns[-2]["content"] = _mark()  # stands for it, so that it does not matter what the template would trim
+    answer = turns[-2]["content"] = _mark()  # in its place, as a template may trim the answer itself
     ids = _encode(tokenizer, turns, after=answer)
     if last_token_ids and last_token_ids[-1] in ids:
         end = ids.index(last_token_ids[-1])
@@ -92,7 +92,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _checked(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Role and content of each message, in a list that is ours to change."""
+    """Role and content of each message, in a new list. Raises RequestError for a message of another shape."""
     if not _has_template(tokenizer):
         raise RequestError("the model has no chat template: use --no-chat to complete the text as it is")
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
@@ -113,7 +113,7 @@ def _checked(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, str]
         if not isinstance(content, str):
             raise RequestError(f"{where}: the content must be text, not {type(content).__name__}")
         if not _is_utf8(content):
-            raise RequestError(f"{where}: the content is not valid text: it holds bytes that are no UTF-8")
+            raise RequestError(f"{where}: the content is not valid UTF-8 text")
         turns.append({"role": role, "content": content})
     return turns
 
@@ -122,7 +122,9 @@ def _encode(tokenizer: Any, turns: list[dict[str, str]], after: str = "") -> lis
     """Ids of the rendered conversation, or of what it has after the only occurrence of ``after``."""
     text = _render(tokenizer, turns)
     if after and text.count(after) != 1:
-        raise RequestError("the chat template cannot continue a conversation: it does not write the last answer once")
+        raise RequestError(
+            "the chat template cannot continue a conversation: it must write the last answer exactly once"
+        )
     start = text.index(after) + len(after)
     tokens = [token for token in _control_tokens(tokenizer) if token in text]
     spelled = {index: token for index, turn in enumerate(turns) for token in tokens if token in turn["content"]}
@@ -130,8 +132,8 @@ def _encode(tokenizer: Any, turns: list[dict[str, str]], after: str = "") -> lis
     if spans is None:
         index, token = next(iter(spelled.items()))
         raise RequestError(
-            f"messages[{index}] holds {one_line(token)}, a control token, and the chat template changes contents so "
-            "that it cannot be kept apart from the template's own: leave it out"
+            f"messages[{index}] contains the control token {one_line(token)}, and the chat template changes contents, "
+            "so lean cannot keep that token apart from those of the template: remove it"
         )
     bounds = [start, *(cut for cut in _cuts(text, spans, tokens) if cut > start), len(text)]
     ids: list[int] = []
@@ -143,8 +145,10 @@ def _encode(tokenizer: Any, turns: list[dict[str, str]], after: str = "") -> lis
 def _render(tokenizer: Any, turns: list[dict[str, str]]) -> str:
     try:
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # whatever the model's own template raises
-        raise RequestError(f"the chat template cannot render this: {one_line(error)}; try --no-chat") from None
+    except Exception as error:  # the template is code of the model and may raise anything
+        raise RequestError(
+            f"the chat template cannot render this conversation: {one_line(error)}; try --no-chat"
+        ) from None
 
 
 def _control_tokens(tokenizer: Any) -> dict[str, int]:
@@ -155,17 +159,18 @@ def _control_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _mark() -> str:
-    """A word that no message can hold and no template changes."""
+    """A random word: no message contains it, and no template changes it."""
     return f"x{secrets.token_hex(16)}"
 
 
 def _content_spans(
     tokenizer: Any, turns: list[dict[str, str]], indices: list[int], text: str
 ) -> list[tuple[int, int]] | None:
-    """Where in the rendered ``text`` the contents of the turns ``indices`` are; None if that cannot be known.
+    """(begin, end) in the rendered ``text`` of the contents of the turns ``indices``; None if they cannot be located.
 
-    A rendering with marks for these contents gives what lies around them. What a content became is then what comes
-    between in a rendering that shows it and has marks for its neighbours: nothing in it can pass for its surroundings.
+    A rendering with marks in place of these contents gives the text around each of them. A second and a third one show
+    every other content between marked neighbours: a content is rendered as what stands between the texts around it.
+    Contents cannot imitate a mark, so none can pass for the text around it.
     """
     mark = _mark()
 
@@ -200,7 +205,7 @@ def _content_spans(
 
 
 def _cuts(text: str, spans: list[tuple[int, int]], tokens: list[str]) -> list[int]:
-    """Where to cut so that no token's text that overlaps a span stays whole, and every other one does."""
+    """Where to cut the text: inside the text of every token that overlaps a span, and inside no other."""
     cuts = set()
     for start, end in spans:
         for token in tokens:
@@ -215,7 +220,7 @@ def _piece_ids(tokenizer: Any, text: str, continues: bool) -> list[int]:
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    if continues:  # SentencePiece puts a space before every text it is given; here it goes before the newline
+    if continues:  # SentencePiece puts a space before every text; here it goes before the newline
         newline, joined = ids("\n"), ids("\n" + text)
         if joined[: len(newline)] == newline:
             return joined[len(newline) :]

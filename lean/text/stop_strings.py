@@ -1,4 +1,4 @@
-"""Stop strings: ends a stream of text before the first of them, whatever pieces it comes in."""
+"""Stop strings: end a stream of text before the first of them. How the stream is cut into pieces does not matter."""
 
 from collections.abc import Sequence
 
@@ -54,7 +54,7 @@ class StopStrings:
         return found
 
     def finish(self) -> str:
-        """The text is over: what was held back, unless a stop string was found."""
+        """End the text: returns what was held back, or nothing after a stop string."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stop)
         return held

@@ -15,7 +15,8 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from lean import LLM, EngineConfig, SamplingParams
 from lean.engine.decode_steps import DecodeBatch, Step, buckets, keep_compiled_code
 from lean.kernels.ops import is_recordable
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.report import start_up_line
 from lean.store.source import resolve
 
@@ -41,7 +42,8 @@ def model(tiny):
     @functools.cache
     def read(kind: str, dtype: str | None = None) -> LoadedModel:
         dtype = dtype or ("float32" if kind in ("mixtral", "gpt_oss") else "float64")
-        return load_model(inspect_model(resolve(str(tiny(kind, **SMALL[kind]))), dtype), torch.device("cpu"))
+        source = resolve(str(tiny(kind, **SMALL[kind])))
+        return load_model(inspect_model(source, EngineConfig(dtype=dtype)), torch.device("cpu"))
 
     return read
 
@@ -204,7 +206,8 @@ def test_without_an_end_block_tables_grow_and_nothing_compiles_again(model, monk
 
 
 def test_a_model_that_is_no_single_graph_is_refused_with_the_reason(tiny):
-    broken = load_model(inspect_model(resolve(str(tiny("llama", **TWO_LAYERS))), "float32"), torch.device("cpu"))
+    source = resolve(str(tiny("llama", **TWO_LAYERS)))
+    broken = load_model(inspect_model(source, EngineConfig(dtype="float32")), torch.device("cpu"))
     layer = broken.module.model.layers[1]
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: forward(x) if x.sum() > 0 else x

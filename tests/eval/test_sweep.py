@@ -23,7 +23,7 @@ from lean.eval.corpus import Corpus
 from lean.eval.sweep.cells import EXACT, Cell, Impossible, from_json, to_json
 from lean.eval.sweep.grid import Grid
 from lean.eval.sweep.run import run_sweep
-from lean.model.load import inspect_model
+from lean.model.info import inspect_model
 from lean.quant import BF16
 from lean.store.source import resolve
 
@@ -107,7 +107,7 @@ def test_windows_are_compared_with_the_exact_cache_that_sees_all(done):
 
 
 def test_sizes_are_those_of_a_bf16_model_with_blocks_and_residual(done, model):
-    info = inspect_model(resolve(str(model)))
+    info = inspect_model(resolve(str(model)), EngineConfig())
     found = {cell.cell: cell.nbytes for cell in done.sweep.measured}
     config = EngineConfig("int4", kv_residual_length=32, max_num_seqs=1)
     plan = plan_cache(info.layers, config, BF16)

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from lean import LLM, EngineConfig
 from lean.model import rotary
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.store.source import resolve
 
 FAR = 5_000_000
@@ -36,7 +37,8 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
 
 
 def read(folder: Path, dtype: str) -> LoadedModel:
-    return load_model(inspect_model(resolve(str(folder)), dtype), torch.device("cpu"), True)  # experts one by one
+    info = inspect_model(resolve(str(folder)), EngineConfig(dtype=dtype))
+    return load_model(info, torch.device("cpu"), True)  # experts one by one
 
 
 def start(model: Path | LoadedModel, dtype: str = "float32", **config: object) -> LLM:
@@ -138,7 +140,7 @@ def test_yarn_scales_cosine_and_sine(models):
 
 @pytest.mark.parametrize(("kind", "narrow"), [("llama", torch.bfloat16), ("olmo2", torch.float32)])
 def test_cosine_and_sine_come_in_the_dtype_that_the_model_computes_with(models, kind, narrow):
-    """olmo2 rotates in float32 whatever the activations are; it must go on doing so."""
+    """olmo2 rotates in float32 for every dtype of the activations, and lean must keep that."""
     [(module, _)] = tables(models(kind))
     for dtype, want in ((torch.bfloat16, narrow), (torch.float32, torch.float32), (torch.float64, torch.float64)):
         assert {x.dtype for x in angles(module, None, 3, dtype)} == {want}
@@ -186,7 +188,7 @@ def test_an_engine_that_shares_the_model_says_what_was_fixed_too(tiny):
 def test_a_shared_model_keeps_the_frequencies_it_was_given(tiny):
     llm = start(longrope(tiny), max_model_len=64)
     before = logits(llm, tokens(60))
-    assert "load it again" in refusal(start, llm.model, max_model_len=65)
+    assert "load the model again" in refusal(start, llm.model, max_model_len=65)
     assert torch.equal(logits(llm, tokens(60)), before)
     assert torch.equal(logits(start(llm.model, max_model_len=50), tokens(50)), before[:50])
 

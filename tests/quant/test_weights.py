@@ -16,7 +16,8 @@ from torch import nn
 from lean import LLM, EngineConfig, SamplingParams
 from lean.cli import main as cli
 from lean.model import attention
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.quant import weights
 from lean.report import start_up_line, weights_line
 from lean.store.source import resolve
@@ -26,7 +27,7 @@ NARROW = {"num_hidden_layers": 2}
 
 
 def read(folder, quantization="bnb-4bit", dtype="bfloat16", deterministic=False) -> LoadedModel:
-    info = inspect_model(resolve(str(folder)), dtype, quantization=quantization)
+    info = inspect_model(resolve(str(folder)), EngineConfig(dtype=dtype, quantization=quantization))
     return load_model(info, CPU, deterministic)
 
 
@@ -307,9 +308,10 @@ def test_a_checkpoint_that_is_quantized_already_is_refused(tiny, tmp_path, found
     folder = shutil.copytree(tiny("llama", **NARROW), tmp_path / "quantized")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIGS[found]}))
-    assert "quantized already" in refusal(inspect_model, resolve(str(folder)), quantization="bnb-4bit")
+    source = resolve(str(folder))
+    assert "quantized already" in refusal(inspect_model, source, EngineConfig(quantization="bnb-4bit"))
     if found != "other":
-        assert "quantized already" in refusal(inspect_model, resolve(str(folder)))
+        assert "quantized already" in refusal(inspect_model, source, EngineConfig())
 
 
 @pytest.mark.parametrize("value", ["bnb", "int8", "", "4", 4, True])

@@ -287,5 +287,5 @@ def test_an_architecture_that_needs_code_is_refused_unless_trusted(trapped):
 @pytest.mark.parametrize("model_type", ["foo", None, ["llama"]])
 def test_an_unknown_architecture_is_not_guessed(single, model_type):
     edit(single / "config.json", model_type=model_type)
-    assert "does not guess" in refusal(check_checkpoint, single)
-    assert "does not guess" in refusal(check_checkpoint, single, trust_remote_code=True)
+    assert "is unknown to transformers" in refusal(check_checkpoint, single)
+    assert "is unknown to transformers" in refusal(check_checkpoint, single, trust_remote_code=True)

@@ -208,10 +208,10 @@ def test_a_damaged_or_outdated_model_is_pulled_again(pip, home):
 
 def test_a_full_disk_and_an_unusable_folder_are_one_line(pip, home, monkeypatch):
     monkeypatch.setattr(pulling.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    assert "0 MiB free; LEAN_HOME can name another folder" in refusal(pull, NAME)
+    assert "0 MiB free; set LEAN_HOME to use another folder" in refusal(pull, NAME)
     shutil.rmtree(home)
     home.touch()
-    assert "LEAN_HOME can name another folder" in refusal(pull, NAME)
+    assert "set LEAN_HOME to use another folder" in refusal(pull, NAME)
     assert pip.calls == []
 
 

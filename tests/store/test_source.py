@@ -1,5 +1,6 @@
 """A model is found where its name says, or not at all; a pull is whole, what was published, or not there."""
 
+import os
 import socket
 import sys
 import time
@@ -10,7 +11,6 @@ import pytest
 from helpers import refusal
 
 from lean.store import source as hub
-from lean.store.pull import cache_dir
 from lean.store.source import ModelSource, resolve
 
 NAME = "smollm2-135m"
@@ -18,17 +18,6 @@ WEIGHTS = b"weights" * 1000
 
 
 pytestmark = pytest.mark.usefixtures("home")
-
-
-def test_cache_dir_is_lean_home_then_xdg_then_home(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    monkeypatch.setenv("LEAN_HOME", "~/lean")
-    assert cache_dir() == tmp_path / "lean"
-    monkeypatch.setenv("LEAN_HOME", "")
-    assert cache_dir() == Path("/xdg/lean")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == tmp_path / ".cache" / "lean"
 
 
 # Paths and names
@@ -69,6 +58,29 @@ def test_a_prompt_in_place_of_the_model_shows_the_right_call(model):
 @pytest.mark.parametrize("model", ["", "smollm", "a/../b", "a..b/c", "a/b/c", "x" * 10_000, "a\0b"])
 def test_an_unknown_name_lists_what_is_accepted(model):
     assert f"hub id owner/name, or one of: {NAME}" in refusal(resolve, model)
+
+
+# The files of the weights
+
+
+def test_the_weights_are_all_safetensors_of_a_folder_or_the_one_gguf_file(tmp_path):
+    for name in ("model-2.safetensors", "model-1.safetensors", "config.json", "a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(name.encode())
+        os.utime(tmp_path / name, ns=(0, 10**18 + len(name)))
+    folder, file = (ModelSource(tmp_path, gguf, "x", "path") for gguf in (None, "b.gguf"))
+    shards = [tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors"]
+    assert folder.weight_files() == [(shard, 19, 10**18 + 19) for shard in shards]
+    assert file.weight_files() == [(tmp_path / "b.gguf", 6, 10**18 + 6)]
+
+
+def test_a_link_to_a_weight_file_has_the_size_and_the_time_of_the_file(tmp_path):
+    blob, folder = tmp_path / "blob", tmp_path / "snapshot"
+    folder.mkdir()
+    blob.write_bytes(b"weights")
+    os.utime(blob, ns=(0, 10**18))
+    (folder / "model.safetensors").symlink_to(blob)
+    source = ModelSource(folder, None, "x", "hub")
+    assert source.weight_files() == [(folder / "model.safetensors", 7, 10**18)]
 
 
 # The hub
@@ -118,7 +130,7 @@ def test_a_repository_without_safetensors_is_refused_before_any_download(online,
     assert online.downloads == []
 
 
-def test_refusals_of_the_hub_name_a_way_out(online, monkeypatch):
+def test_refusals_of_the_hub_say_what_to_do(online, monkeypatch):
     from huggingface_hub import errors
 
     def error(kind):
@@ -127,13 +139,13 @@ def test_refusals_of_the_hub_name_a_way_out(online, monkeypatch):
     online.error = error(errors.GatedRepoError)
     assert "accept its terms" in refusal(resolve, "owner/name")
     online.error = RuntimeError("reset\nby peer")
-    assert f"(reset by peer): {hub.WAY_OUT}" in refusal(resolve, "owner/name")
+    assert f"(reset by peer): {hub.WHAT_TO_DO}" in refusal(resolve, "owner/name")
 
     def missing(*_, **__):
         raise error(errors.RepositoryNotFoundError)
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", missing)
-    assert f"no model owner/name on the hub, or it asks for `hf auth login`: {hub.WAY_OUT}" in refusal(
+    assert f"no model owner/name on the hub, or it needs `hf auth login`: {hub.WHAT_TO_DO}" in refusal(
         resolve, "owner/name"
     )
 
@@ -142,7 +154,7 @@ def test_offline_says_so_at_once_unless_the_cache_has_the_model(tmp_path):
     begin = time.monotonic()
     message = refusal(resolve, "owner/name")
     assert "cannot be reached" in message
-    assert hub.WAY_OUT in message
+    assert hub.WHAT_TO_DO in message
     assert time.monotonic() - begin < 3
     snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)

@@ -63,7 +63,6 @@ def test_the_byte_tokenizer_gives_one_token_per_byte():
 
 
 def test_characters_of_several_tokens_come_out_whole():
-    """U01."""
     found = pieces(BYTES, byte_ids(TEXT.encode()))
     assert [piece for piece in found if piece] == list(TEXT)
     assert found[:6] == ["", "é", "", "", "", "😀"]

@@ -1,4 +1,4 @@
-"""Stop strings in a stream: the same end whatever the pieces, and nothing given out is taken back."""
+"""Stop strings in a stream: the same end for all ways to cut it, and text once given out stays."""
 
 import pytest
 from hypothesis import assume, given, settings
@@ -77,7 +77,7 @@ def test_what_was_given_out_is_right_however_the_text_goes_on(stop, start, more)
 
 
 @pytest.mark.parametrize("pieces", [["abcd"], ["abc", "d"], ["a", "b", "c", "d"]])
-def test_a_stop_string_inside_another_is_complete_first_whatever_the_pieces(pieces):
+def test_a_stop_string_inside_another_is_complete_first_in_any_pieces(pieces):
     out, rest, stopped = filtered(["abcd", "bc"], pieces)
     assert ("".join(out), rest, stopped) == ("a", "", True)
 

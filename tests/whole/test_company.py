@@ -18,7 +18,8 @@ from tiny import tokens
 from lean import LLM, EngineConfig, SamplingParams
 from lean.engine.request import Request, RequestOutput
 from lean.errors import RequestError
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.store.source import resolve
 
 TWO_LAYERS = {"num_hidden_layers": 2}
@@ -87,7 +88,7 @@ def model(tiny):
 
     @functools.cache
     def read(kind: str) -> LoadedModel:
-        info = inspect_model(resolve(str(tiny(kind, **KINDS[kind]))), "float32")
+        info = inspect_model(resolve(str(tiny(kind, **KINDS[kind]))), EngineConfig(dtype="float32"))
         return load_model(info, torch.device("cpu"), deterministic=True)
 
     return read

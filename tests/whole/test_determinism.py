@@ -12,7 +12,8 @@ from helpers import refusal
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.store.source import resolve
 
 TWO_LAYERS = {"num_hidden_layers": 2}
@@ -31,7 +32,8 @@ IDS = tokens(38)
 
 def read(folder: Path, dtype: str) -> LoadedModel:
     """Experts as plain products, as deterministic mode and float64 need them."""
-    return load_model(inspect_model(resolve(str(folder)), dtype), torch.device("cpu"), deterministic=True)
+    info = inspect_model(resolve(str(folder)), EngineConfig(dtype=dtype))
+    return load_model(info, torch.device("cpu"), deterministic=True)
 
 
 @pytest.fixture(scope="session")
@@ -120,12 +122,13 @@ def test_greedy_tokens_alone_are_those_in_a_batch(model, kind):
 
 
 def test_a_model_whose_products_cannot_be_tiled_is_refused(tiny):
-    grouped = load_model(inspect_model(resolve(str(tiny("mixtral", **TWO_LAYERS))), "float32"), torch.device("cpu"))
+    float32 = EngineConfig(dtype="float32")
+    grouped = load_model(inspect_model(resolve(str(tiny("mixtral", **TWO_LAYERS))), float32), torch.device("cpu"))
     config = EngineConfig(deterministic=True)
     assert "deterministic" in refusal(LLM, grouped, config)
     # One token for one expert is a product of one row, as every dense layer's is; several tokens are not.
     single = tiny("mixtral", num_experts_per_tok=1, **TWO_LAYERS)
-    single = load_model(inspect_model(resolve(str(single)), "float32"), torch.device("cpu"))
+    single = load_model(inspect_model(resolve(str(single)), float32), torch.device("cpu"))
     single.module.set_experts_implementation("batched_mm")
     assert "deterministic" in refusal(LLM, single, config)
 

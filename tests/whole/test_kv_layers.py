@@ -13,7 +13,8 @@ from tiny import tokens
 from lean import LLM, EngineConfig, SamplingParams
 from lean.engine import engine
 from lean.kernels.reference import read_slots
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.report import kv_report, start_up_line
 from lean.store.source import resolve
 
@@ -30,7 +31,8 @@ BYTES["k8v4"] = 2 * (18 + 10)
 def model(tiny):
     @functools.cache
     def read(kind: str) -> LoadedModel:
-        return load_model(inspect_model(resolve(str(tiny(kind, **MODELS[kind]))), "float32"), torch.device("cpu"), True)
+        source = resolve(str(tiny(kind, **MODELS[kind])))
+        return load_model(inspect_model(source, EngineConfig(dtype="float32")), torch.device("cpu"), True)
 
     return read
 

@@ -18,7 +18,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lean import LLM, EngineConfig, SamplingParams
 from lean.engine import engine
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.store.source import resolve
 
 TOLERANCE = 1e-5
@@ -27,7 +28,7 @@ TWO_LAYERS = {"num_hidden_layers": 2}
 
 @functools.cache
 def loaded(folder: Path) -> LoadedModel:
-    return load_model(inspect_model(resolve(str(folder)), "float32"), torch.device("cpu"))
+    return load_model(inspect_model(resolve(str(folder)), EngineConfig(dtype="float32")), torch.device("cpu"))
 
 
 def start(model: Path | LoadedModel, **config: object) -> LLM:

@@ -22,7 +22,8 @@ from lean.engine.scheduler import Chunk
 from lean.engine.selftest import try_rotation
 from lean.errors import ModelError
 from lean.model.attention import AttentionBatch
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.model.rotary import SinkRotary, SinkTurn
 from lean.store.source import resolve
 
@@ -128,7 +129,8 @@ class StreamingOracle:
 
 
 def read(folder: Path) -> LoadedModel:
-    model = load_model(inspect_model(resolve(str(folder)), "float64"), torch.device("cpu"), deterministic=True)
+    info = inspect_model(resolve(str(folder)), EngineConfig(dtype="float64"))
+    model = load_model(info, torch.device("cpu"), deterministic=True)
     exact_norms(model.module)
     return model
 

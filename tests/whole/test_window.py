@@ -19,7 +19,8 @@ from lean import LLM, EngineConfig, SamplingParams
 from lean.engine import engine
 from lean.errors import RequestError
 from lean.kernels.reference import read_slots
-from lean.model.load import LoadedModel, inspect_model, load_model
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.report import kv_report, start_up_line
 from lean.store.source import resolve
 
@@ -49,7 +50,8 @@ def model(tiny):
     @functools.cache
     def read(name: str) -> LoadedModel:
         kind, config = MODELS[name]
-        return load_model(inspect_model(resolve(str(tiny(kind, **config))), "float32"), torch.device("cpu"), True)
+        source = resolve(str(tiny(kind, **config)))
+        return load_model(inspect_model(source, EngineConfig(dtype="float32")), torch.device("cpu"), True)
 
     return read
 
@@ -273,7 +275,8 @@ def test_chunks_change_no_bit_of_other_models_under_a_window(model, name, kv_dty
 def test_chunks_and_threads_change_no_bit_of_bfloat16_models_under_a_window(tiny, kind, kv_dtype):
     """The query that is turned back is rounded to bfloat16 row by row."""
     folder = tiny(kind, **{"llama": TWO, "gemma3": LOCAL_AND_GLOBAL}[kind])
-    narrow = load_model(inspect_model(resolve(str(folder)), "bfloat16"), torch.device("cpu"), True)
+    info = inspect_model(resolve(str(folder)), EngineConfig(dtype="bfloat16"))
+    narrow = load_model(info, torch.device("cpu"), True)
     rest = residual(kv_dtype, 8) if kv_dtype == "int8" else {}
     want = hidden(start(narrow, kv_dtype, window=40, **rest), IDS)
     assert same(hidden(start(narrow, kv_dtype, window=40, prefill_chunk=7, **rest), IDS), want)
