@@ -97,11 +97,11 @@ def _check_loaded(model: LoadedModel, config: EngineConfig, device: torch.device
     """Raise ConfigError where the configuration asks for another dtype, device or weights than the model has."""
     if config.dtype != "auto" and getattr(torch, config.dtype) is not model.info.dtype:
         raise ConfigError(
-            f"dtype {config.dtype} was requested, but the loaded model is {model.info.dtype}: load it again"
+            f"dtype {config.dtype} was requested, but the loaded model is {model.info.dtype}: load the model again"
         )
     if config.device != "auto" and device != model.device:
         raise ConfigError(
-            f"device {config.device} was requested, but the loaded model is on {model.device}: load it again"
+            f"device {config.device} was requested, but the loaded model is on {model.device}: load the model again"
         )
     model.check_weights(config.quantization, config.deterministic)
 
