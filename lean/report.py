@@ -152,20 +152,6 @@ def closing_line(report: dict[str, Any]) -> str:
     )
 
 
-def score_workspace_bytes(llm: "LLM") -> int:
-    """Memory that `LLM.score` needs beside weights, pools and activations: attention tiles and logit slices.
-
-    A slice of logits exists in the model's dtype, in float32 and once more inside the reduction.
-    """
-    from lean.kernels.reference import workspace_bytes
-
-    widest = max(llm.model.info.layers, key=lambda layer: layer.num_q_heads * (layer.k_dim + layer.v_dim))
-    dtype = llm.model.info.dtype
-    itemsize = max(4, dtype.itemsize)  # what attention and logits compute in
-    tiles = workspace_bytes(widest.num_q_heads, widest.num_kv_heads, widest.k_dim, widest.v_dim, itemsize)
-    return tiles + llm.model.logit_rows * llm.model.vocab_size * (dtype.itemsize + 2 * itemsize)
-
-
 def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The object of ``info --json``. ``bytes_per_token`` covers all layers; null where a format does not fit."""
     from lean.model.load import inspect_model
@@ -202,28 +188,3 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
         "bytes_per_token": {name: plan and plan.bytes_per_token for name, plan in plans.items()},
         "bytes_at_4096_tokens": {name: plan and plan.bytes_at(4096) for name, plan in plans.items()},
     }
-
-
-def print_model_report(report: dict[str, Any]) -> None:
-    """The same as tables."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)
-    facts = Table(show_header=False, box=None)
-    windows = report["windows"]
-    sliding = [window for window in windows if window]
-    for key, value in report.items():
-        if key == "windows":
-            value = f"{len(sliding)} of {len(windows)} layers: {sorted(set(sliding))}" if sliding else "none"
-        if not key.startswith("bytes"):
-            facts.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
-    console.print(facts)
-    table = Table("KV format", "bytes per token", "vs bf16", "at 4,096 tokens", title="KV cache, all layers")
-    for kv_dtype, nbytes in report["bytes_per_token"].items():
-        if nbytes is None:
-            table.add_row(kv_dtype, "head_dim not divisible by 8", "", "")
-        else:
-            ratio = report["bytes_per_token"]["bf16"] / nbytes
-            table.add_row(kv_dtype, f"{nbytes:,}", f"{ratio:.2f}x", mib(report["bytes_at_4096_tokens"][kv_dtype]))
-    console.print(table)

@@ -79,3 +79,17 @@ def score_many(
             progress(len(targets))
         if position + hidden.shape[0] == len(sequences[index]) - 1:
             yield index, scores[index]
+
+
+def score_workspace_bytes(llm: LLM) -> int:
+    """Memory that `LLM.score` needs beside weights, pools and activations: attention tiles and logit slices.
+
+    A slice of logits exists in the model's dtype, in float32 and once more inside the reduction.
+    """
+    from lean.kernels.reference import workspace_bytes
+
+    widest = max(llm.model.info.layers, key=lambda layer: layer.num_q_heads * (layer.k_dim + layer.v_dim))
+    dtype = llm.model.info.dtype
+    itemsize = max(4, dtype.itemsize)  # what attention and logits compute in
+    tiles = workspace_bytes(widest.num_q_heads, widest.num_kv_heads, widest.k_dim, widest.v_dim, itemsize)
+    return tiles + llm.model.logit_rows * llm.model.vocab_size * (dtype.itemsize + 2 * itemsize)

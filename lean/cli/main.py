@@ -12,19 +12,21 @@ import typer
 from lean.cli import bench, evaluate
 from lean.cli import evaluate_tasks as _evaluate_tasks  # noqa: F401  these two add their commands to `evaluate.app`
 from lean.cli import evaluate_text as _evaluate_text  # noqa: F401
-from lean.cli.flags import Json, ModelArgument, choose_model
+from lean.cli.flags import Json
+from lean.cli.models import info, models, pull, rm
 from lean.cli.run import run
 from lean.cli.signals import INTERRUPTED, interruptible, leave
 from lean.cli.sweep import sweep
-from lean.cli.terminal import print_json, stderr
+from lean.cli.terminal import print_json
 from lean.errors import LeanError
-from lean.store.pull import ARTEFACTS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(run)
 app.add_typer(evaluate.app, name="eval")
 app.command()(sweep)
 app.add_typer(bench.app, name="bench")
+for _command in (pull, models, rm, info):
+    app.command()(_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -32,52 +34,6 @@ def _root(context: typer.Context) -> None:
     """Run large language models with a quantized, paged KV cache."""
     if context.invoked_subcommand is None:
         print(context.get_help())
-
-
-@app.command()
-def pull(name: Annotated[str, typer.Argument(metavar="NAME", help=f"A known name: {', '.join(ARTEFACTS)}.")]) -> None:
-    """Fetch a known model and check it; prints its folder. Models of the hub are fetched on first use."""
-    from lean.store.pull import pull as fetch
-
-    print(fetch(name, progress=True))
-
-
-@app.command()
-def models(json: Json = False) -> None:
-    """List the models on this machine: those pulled, and those in the hub's cache."""
-    from lean.store.installed import list_models, models_report, print_models
-
-    found = list_models()
-    if json:
-        print_json({"models": models_report(found)})
-    else:
-        print_models(found)
-
-
-@app.command()
-def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `lean models` shows.")]) -> None:
-    """Delete a model from this machine."""
-    from lean.store.installed import remove_model
-    from lean.units import mib
-
-    stderr.print(f"{name} removed, {mib(remove_model(name))} freed")
-
-
-@app.command()
-def info(
-    model: ModelArgument = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
-    json: Json = False,
-) -> None:
-    """Show what a model is and what its KV cache costs in each format. Fetches it where needed, reads no weights."""
-    name = choose_model(model)
-    from lean.report import model_report, print_model_report
-
-    report = model_report(name, trust_remote_code)
-    if json:
-        print_json(report)
-    else:
-        print_model_report(report)
 
 
 @app.command()

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from helpers import refusal
 
+from lean.cli.models import models_report, print_models
 from lean.store import installed as store
-from lean.store.installed import list_models, models_report, print_models, remove_model
+from lean.store.installed import list_models, remove_model
 from lean.store.pull import ARTEFACTS, MANIFEST
 
 NAME = "smollm2-135m"
