@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 class Conversation:
-    """Messages, and their token ids as the model saw and wrote them.
+    """Messages, and their token ids as the model read and generated them.
 
-    Tokens of earlier turns are never rendered, tokenized or computed again: a turn appends to them. (Where the engine
-    needed the memory of the cache meanwhile, they are computed again, unseen.)
+    A turn appends tokens; tokens of earlier turns are not rendered or tokenized again. They are computed again only if
+    the engine needed their cache memory for other requests meanwhile.
     """
 
     def __init__(self, llm: "LLM", params: SamplingParams) -> None:
         if params.n != 1:
-            raise RequestError(f"n {params.n}: a chat goes on with one answer")
+            raise RequestError(f"n {params.n}: a chat continues with one answer, leave n at 1")
         self.llm = llm
         self.params = params
         self.messages: list[dict[str, str]] = []
         self.token_ids: list[int] = []
-        self.cached_tokens = 0  # of the last turn: tokens that were not computed again
-        self._request: int | None = None  # whose K/V are kept
+        self.cached_tokens = 0  # tokens of the last turn that were read from the cache
+        self._request: int | None = None  # the request whose K and V are kept
 
     def ask(self, text: str) -> Generator[RequestOutput, None, None]:
-        """Stream the answer to a message. Leaving the loop stops it there, and what was said so far counts.
+        """Stream the answer to a message. Leaving the loop stops the answer; the text so far stays in the conversation.
 
-        Raises RequestError for a message that cannot be taken; the conversation is then as it was.
+        Raises RequestError for a message that cannot be served; the conversation is then unchanged.
         """
         if not text:
             raise RequestError(EMPTY_PROMPT)
@@ -61,7 +61,7 @@ class Conversation:
                 self.token_ids = ids + new
 
     def reset(self) -> None:
-        """Forget everything, and free its cache."""
+        """Forget the conversation, and free its cache memory."""
         if self._request is not None:
             self.llm.release(self._request)
         self.messages, self.token_ids, self.cached_tokens, self._request = [], [], 0, None

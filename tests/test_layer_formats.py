@@ -4,7 +4,7 @@ import pytest
 from helpers import refusal
 
 from lean.config import EngineConfig
-from lean.layer_formats import layer_formats, parse_formats
+from lean.layer_formats import layer_formats, parse_formats, split_formats
 from lean.quant import BF16, FP8, FP32, INT4, INT8
 
 
@@ -17,6 +17,15 @@ def test_a_name_a_pair_or_the_dtype_of_the_model():
     assert parse_formats(" Auto", FP32) == (FP32, FP32)
     assert parse_formats("auto", BF16) == (BF16, BF16)
     assert parse_formats("K=FP8, V=int4", BF16) == (FP8, INT4)
+
+
+def test_a_comma_list_is_split_between_formats_and_not_inside_a_pair():
+    assert split_formats("int8,k=int8,v=fp8,v=int4,k=int8,bf16") == ["int8", "k=int8,v=fp8", "v=int4,k=int8", "bf16"]
+    assert split_formats(" K=fp8, V=int4 , auto") == ["K=fp8,V=int4", "auto"]
+    for text in ("int8,int3", "k=int8,int4", "v=int4,auto", "k=int8,k=int8,v=int4", "k=int8,v=int4,v=fp8"):
+        assert "KV format" in refusal(split_formats, text)
+    for text in ("", "int8,", ",int8", "int8,,int4"):
+        assert "empty item" in refusal(split_formats, text)
 
 
 def test_ranges_have_formats_of_their_own_and_the_rest_has_the_usual_one():

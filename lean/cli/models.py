@@ -1,4 +1,4 @@
-"""``lean pull``, ``models``, ``rm`` and ``info``: the models on this machine, and what one of them is."""
+"""``lean pull``, ``models``, ``rm`` and ``info``: fetch, list, delete and describe models."""
 
 import os
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from lean.store.installed import StoredModel
 
 
-def pull(name: Annotated[str, typer.Argument(metavar="NAME", help=f"A known name: {', '.join(ARTEFACTS)}.")]) -> None:
-    """Fetch a known model and check it; prints its folder. Models of the hub are fetched on first use."""
+def pull(name: Annotated[str, typer.Argument(metavar="NAME", help=f"Known names: {', '.join(ARTEFACTS)}.")]) -> None:
+    """Download a known model, verify it and print its folder. Models from the Hugging Face hub need no pull."""
     from lean.store.pull import pull as fetch
 
     print(fetch(name, progress=True))
 
 
 def models(json: Json = False) -> None:
-    """List the models on this machine: those pulled, and those in the hub's cache."""
+    """List the models on this machine: pulled models, and models in the Hugging Face cache."""
     from lean.store.installed import list_models
 
     found = list_models()
@@ -32,7 +32,9 @@ def models(json: Json = False) -> None:
         print_models(found)
 
 
-def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `lean models` shows.")]) -> None:
+def rm(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the model, as listed by `lean models`.")],
+) -> None:
     """Delete a model from this machine."""
     from lean.store.installed import remove_model
 
@@ -41,10 +43,12 @@ def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `le
 
 def info(
     model: ModelArgument = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow Python code that comes with the model to run.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Show what a model is and what its KV cache costs in each format. Fetches it where needed, reads no weights."""
+    """Show a model's architecture and the size of its KV cache in each format. Downloads the model if needed."""
     name = choose_model(model)
     from lean.report import model_report
 
@@ -73,7 +77,7 @@ def models_report(models: list["StoredModel"]) -> list[dict[str, Any]]:
 
 
 def print_models(models: list["StoredModel"]) -> None:
-    """The same as a table on stdout; where that is no terminal, one line a model, however long."""
+    """Print models as a table on stdout. Without a terminal lines are not wrapped: one line per model."""
     from rich.console import Console
     from rich.table import Table
 
@@ -107,7 +111,7 @@ def print_models(models: list["StoredModel"]) -> None:
 
 
 def print_model_report(report: dict[str, Any]) -> None:
-    """The same as tables."""
+    """Print the report of `lean.report.model_report` as tables."""
     from rich.console import Console
     from rich.table import Table
 

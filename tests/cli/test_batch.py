@@ -154,7 +154,7 @@ BAD_LINES = {
     "long number": (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "not JSON"),
     "not UTF-8": (b'{"prompt": "\xff"}', "not UTF-8 text: invalid start byte at byte 12"),
     "UTF-16": ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
-    "unknown key": ({"prompt": "x", "max-tokens": 3}, '"max-tokens"; known are id, prompt, messages,'),
+    "unknown key": ({"prompt": "x", "max-tokens": 3}, '"max-tokens"; known keys are id, prompt, messages,'),
     "neither": ({"id": 3}, "prompt or messages"),
     "both": ({"prompt": "x", "messages": [USER]}, "not both"),
     "prompt of ids": ({"prompt": [1, 2]}, "prompt must be a string"),
@@ -169,8 +169,8 @@ BAD_LINES = {
     "id of truth": ({"prompt": "x", "id": True}, "id must be"),
     "id real": ({"prompt": "x", "id": 1.0}, "id must be"),
     "id null": ({"prompt": "x", "id": None}, "id must be"),
-    "id again": ({"prompt": "x", "id": "a"}, 'id "a" is that of line 1'),
-    "id of a line": ({"prompt": "x", "id": 3}, "id 3 is that of line 3"),
+    "id again": ({"prompt": "x", "id": "a"}, 'id "a" is already used in line 1'),
+    "id of a line": ({"prompt": "x", "id": 3}, "id 3 is already used in line 3"),
     "temperature": ({"prompt": "x", "temperature": -1}, "temperature must be"),
     "max_tokens": ({"prompt": "x", "max_tokens": "4"}, "max-tokens must be"),
     "max_tokens null": ({"prompt": "x", "max_tokens": None}, "max-tokens must be"),
@@ -477,15 +477,15 @@ GOOD = b'{"id": 1, "text": "x", "finish_reason": "stop"}\n'
 DAMAGE = {
     "somebody's JSON": (b'{"a": 1}', 1, "damaged"),
     "somebody's text": (b"my thesis", 1, "damaged"),
-    "prompts": (b'{"prompt": "x"}\n', 1, "no result"),
-    "rows without an answer": (b'{"id": 1, "prompt": "x"}\n', 1, "no result"),
+    "prompts": (b'{"prompt": "x"}\n', 1, "not a result"),
+    "rows without an answer": (b'{"id": 1, "prompt": "x"}\n', 1, "not a result"),
     "a cut line in the middle": (GOOD + b'{"id": 2, "te\n' + GOOD.replace(b"1", b"3"), 2, "damaged"),
     "zeros in the middle": (GOOD + b"\0\0\n" + GOOD.replace(b"1", b"3"), 2, "damaged"),
     "an empty line": (GOOD + b"\n" + GOOD.replace(b"1", b"3"), 2, "damaged"),
     "text after results": (GOOD + b"notes", 2, "damaged"),
     "not UTF-8": (b'{"id": 1, "text": "\xff"}\n' + GOOD, 1, "damaged"),
     "an id twice": (GOOD + GOOD, 2, "line 1"),
-    "an id of no kind": (GOOD.replace(b"1", b"null"), 1, "no result"),
+    "an id of no kind": (GOOD.replace(b"1", b"null"), 1, "not a result"),
     "a list": (b"[1]\n", 1, "damaged"),
 }
 
@@ -512,7 +512,7 @@ def test_places_that_can_be_no_file_of_results_are_refused(tmp_path, prompts, ou
     assert "is a folder" in refusal(read_done, tmp_path, file)
     assert "make it first" in refusal(read_done, tmp_path / "no" / "out", file)
     assert "make it first" in refusal(read_done, file / "out", file)
-    assert "no plain file" in refusal(read_done, tmp_path / "pipe", file)
+    assert "not a regular file" in refusal(read_done, tmp_path / "pipe", file)
     for name in ("a\0b", "x" * 300, "loop"):
         assert "cannot write" in refusal(read_done, tmp_path / name, file)
     assert file.read_bytes() == before

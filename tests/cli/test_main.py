@@ -105,9 +105,12 @@ def test_json_is_one_object_with_exactly_these_keys(lean, model):
 def test_the_start_up_line_says_what_the_cache_really_is(lean, model):
     """U06."""
     for arguments, words in (
-        ((), ("float32 on cpu", "KV int8 + last 64 and first 4 tokens exact", "72 bytes/token", "tokens fit")),
-        (("--kv-dtype", "fp8", "--kv-residual-length", "0"), ("KV fp8,", "72 bytes/token")),
-        (("--dtype", "bfloat16", "--kv-dtype", "auto", "--num-blocks", "3"), ("bfloat16", "KV bf16,", "96 tokens fit")),
+        ((), ("float32 on cpu", "KV cache int8, last 64 and first 4 tokens unquantized", "72 bytes/token", "room for")),
+        (("--kv-dtype", "fp8", "--kv-residual-length", "0"), ("KV cache fp8,", "72 bytes/token")),
+        (
+            ("--dtype", "bfloat16", "--kv-dtype", "auto", "--num-blocks", "3"),
+            ("bfloat16", "KV cache bf16,", "room for 96 tokens"),
+        ),
         (("--num-blocks", "3"), ("max-model-len lowered from 512 to 96",)),
     ):
         code, _, err = lean("run", model, "hello", *RUN, *arguments)
@@ -317,7 +320,7 @@ def test_a_file_of_prompts_is_answered_into_a_file_and_never_twice(lean, model, 
     code, stdout, err = lean("run", model, "--prompts", str(prompts), "--out", str(out), *RUN)
     assert (code, stdout) == (2, "")
     assert "1 rows could not be answered" in err
-    assert "8 sequences fit" not in err
+    assert "room for 8 sequences" not in err
     found = {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
     assert found[1]["text"] == json.loads(lean("run", model, "hello", *RUN, "--json")[1])["text"]
     assert (found[3]["completion_tokens"], found["long"]["finish_reason"]) == (2, "error")
@@ -333,7 +336,7 @@ def test_a_window_and_formats_by_layer_are_said_and_counted(lean, model):
     code, out, err = lean("run", model, "x" * 1000, *flags, "--json")  # twice what the model is made for
     assert code == 0
     assert "window 100 + 4 sinks" in err
-    assert "of 1,000 tokens only the first 4 and the last 100 are visible" in err
+    assert "of 1,000 tokens the model now sees only the first 4 and the last 100" in err
     pools = json.loads(out)["kv"]["pools"]
     assert [(pool["window"], pool["format"], pool["layers"]) for pool in pools] == [
         (100, "fp8", [0]),
