@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 from lean.errors import ConfigError
 from lean.kernels.layout import BLOCK_SIZES
-from lean.layer_formats import parse_formats, parse_layers, read_ranges
-from lean.quant.formats import BF16, NAMES
+from lean.layer_formats import check_spelling
+from lean.quant.formats import NAMES
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RESIDUAL_LENGTH = 64
@@ -92,12 +92,7 @@ class EngineConfig:
         for item in fields(self):
             if not _is_of(getattr(self, item.name), str(item.type)):
                 refuse(item.name, f"must be of type {item.type}")
-        parse_formats(self.kv_dtype, BF16)
-        for layers, name in read_ranges(self.kv_layers) if self.kv_layers else ():
-            parse_layers(layers)
-            parse_formats(name, BF16)
-        for layer in self.kv_skip_layers.split(",") if self.kv_skip_layers else ():
-            parse_layers(layer)
+        check_spelling(self.kv_dtype, self.kv_layers, self.kv_skip_layers)
         if self.block_size not in BLOCK_SIZES:
             refuse("block_size", f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
         if self.dtype not in DTYPES:

@@ -1,6 +1,7 @@
 """The KV format of every layer, and how the options that choose it are spelled."""
 
 import re
+from collections.abc import Iterator
 
 from lean.errors import ConfigError, one_line
 from lean.quant.formats import BF16, KVFormat, parse_kv_dtype
@@ -93,16 +94,27 @@ def layer_formats(
     """
     formats = [parse_formats(kv_dtype, dtype_format)] * num_layers
     named: set[int] = set()
-
-    def assign(option: str, layers: range, pair: tuple[KVFormat, KVFormat]) -> None:
+    for option, layers, pair in _named_layers(kv_layers, kv_skip_layers, dtype_format, num_layers):
         for layer in layers:
             if layer in named:
                 raise ConfigError(f"{option}: layer {layer} is named twice")
             named.add(layer)
             formats[layer] = pair
-
-    for layers, name in read_ranges(kv_layers) if kv_layers else ():
-        assign("kv-layers", parse_layers(layers, num_layers), parse_formats(name, dtype_format))
-    for layer in kv_skip_layers.split(",") if kv_skip_layers else ():
-        assign("kv-skip-layers", parse_layers(layer, num_layers), (dtype_format, dtype_format))
     return formats
+
+
+def check_spelling(kv_dtype: str, kv_layers: str | None, kv_skip_layers: str | None) -> None:
+    """Check the options of `layer_formats` before a model is known. Raises ConfigError."""
+    parse_formats(kv_dtype, BF16)
+    for _ in _named_layers(kv_layers, kv_skip_layers, BF16):
+        pass
+
+
+def _named_layers(
+    kv_layers: str | None, kv_skip_layers: str | None, dtype_format: KVFormat, num_layers: int | None = None
+) -> Iterator[tuple[str, range, tuple[KVFormat, KVFormat]]]:
+    """(option, layers, (K format, V format)) of every range of layers that the options name."""
+    for layers, name in read_ranges(kv_layers) if kv_layers else ():
+        yield "kv-layers", parse_layers(layers, num_layers), parse_formats(name, dtype_format)
+    for layers in kv_skip_layers.split(",") if kv_skip_layers else ():
+        yield "kv-skip-layers", parse_layers(layers, num_layers), (dtype_format, dtype_format)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Measure speed. Everything that is compared runs in turn within one run; results are medians and ratios.",
+    help="Measure speed. Candidates are measured in turn within one run; results are medians and ratios.",
 )
 
 _DEFAULT = EngineConfig()
@@ -137,8 +137,8 @@ def attention(
     against: Annotated[
         str,
         typer.Option(
-            help="Also measure PyTorch's attention in bf16: sdpa (with enable_gqa), sdpa-folded (the query heads that "
-            "share a KV head become rows of one product), both with a comma between them, or none."
+            help="Also measure PyTorch's attention in bf16; names separated by commas: sdpa (with enable_gqa), "
+            "sdpa-folded (the query heads that share a KV head become rows of one product), or none."
         ),
     ] = "sdpa,sdpa-folded",
     rounds: Annotated[int, typer.Option(help="Number of times that each candidate is measured.")] = 9,
@@ -266,7 +266,7 @@ def profile(
     contexts: Contexts = "128,7500",
     json: Json = False,
 ) -> None:
-    """Divide the time of a decode step into its parts."""
+    """Show how much time each part of a decode step takes."""
     options = given_options(context, lambda _: {"max_num_seqs": 1})
     if printed_config(context, options):
         return

@@ -106,8 +106,8 @@ def _cache_flags(
     sinks: Annotated[
         int | None,
         option(
-            "Number of initial tokens that stay visible under --window, and stay unquantized with "
-            "--kv-residual-length.",
+            "Number of initial tokens (attention sinks) that stay visible under --window, and stay unquantized "
+            "with --kv-residual-length.",
             "4",
             metavar="N",
         ),

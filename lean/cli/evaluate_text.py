@@ -127,15 +127,15 @@ def kld(
     greedy: Annotated[
         int,
         option(
-            "Also compare the greedy answers to N prompts: after how many tokens do they first differ from those with "
-            "an exact cache?",
+            "Also report after how many tokens the greedy answers to N prompts first differ from those with an "
+            "unquantized cache.",
             metavar="N",
         ),
     ] = 0,
     greedy_tokens: Annotated[int, typer.Option(help="Length of the greedy answers, in tokens.")] = 64,
     json: Json = False,
 ) -> None:
-    """Kullback-Leibler divergence (KLD) of the model's predictions with this cache from those with an exact cache."""
+    """Kullback-Leibler divergence (KLD) of predictions with this cache from those with an unquantized, full cache."""
     options = read_options(context)
     if printed_config(context, options):
         return

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def pull(name: Annotated[str, typer.Argument(metavar="NAME", help=f"Known names: {', '.join(ARTEFACTS)}.")]) -> None:
-    """Download a known model, verify it and print its folder. Models from the Hugging Face hub need no pull."""
+    """Download a known model, verify it and print its folder. Other models are downloaded at first use."""
     from lean.store.pull import pull as fetch
 
     print(fetch(name, progress=True))

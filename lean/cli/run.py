@@ -57,7 +57,7 @@ def run(
         ),
     ] = None,
     no_probe: Annotated[
-        bool, typer.Option("--no-probe", help="Skip the one-time check that this KV format suits the model.")
+        bool, typer.Option("--no-probe", help="Skip the one-time check that the KV format suits the model.")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -59,7 +59,7 @@ def test_attention_rows_name_formats_residuals_and_peers():
 
 
 def test_attention_contenders_compute_the_same():
-    """The peers attend to the same keys: a benchmark that is blind to wrong results would not notice."""
+    """lean and the peers attend to the same keys, so their outputs agree."""
     import torch
 
     from lean.eval.bench.attention import Shape, lean_calls, sdpa_calls

@@ -1,4 +1,4 @@
-"""A conversation: every turn appends to what the cache holds, and the terminal never loses it."""
+"""A conversation: every turn appends to what the cache holds. The terminal's commands, and its errors."""
 
 import io
 import json
