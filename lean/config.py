@@ -1,4 +1,4 @@
-"""EngineConfig: every option of the engine and its default, once."""
+"""EngineConfig: the options of the engine, and their defaults."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 from lean.errors import ConfigError
 from lean.kernels.layout import BLOCK_SIZES
-from lean.layer_formats import parse_formats, parse_layers, read_ranges
-from lean.quant.formats import BF16, NAMES
+from lean.layer_formats import check_spelling
+from lean.quant.formats import NAMES
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RESIDUAL_LENGTH = 64
@@ -27,35 +27,40 @@ def _is_of(value: object, annotation: str) -> bool:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of one engine. Fields left None are derived from the model and the machine.
+    """Options of one engine. None: the engine derives the value from the model and the machine.
 
     Attributes:
         kv_dtype: format of the KV cache: a name of ``lean.quant.NAMES``, ``k=NAME,v=NAME``, or ``auto``, the model's
-            own dtype.
-        kv_layers: formats of single layers and ranges, e.g. ``0-1:bf16,2-15:k8v4,16-:int4``; the others have kv_dtype.
-        kv_skip_layers: layers that stay in the model's own dtype, e.g. ``0,1,-1``; negative ones count from the end.
-        window: full-attention layers see only the last so many tokens and the sinks, in constant memory. Layers with a
-            window of their own keep it.
-        kv_residual_length: the last so many tokens are read exact; 64 for quantized formats. 0 turns it off.
-        sinks: the first so many tokens stay visible for ever under a window, and are read exact too where there is a
-            residual; 4.
+            dtype.
+        kv_layers: formats of single layers and ranges of layers, e.g. ``0-1:bf16,2-15:k8v4,16-:int4``. Other layers
+            have kv_dtype.
+        kv_skip_layers: layers whose K and V stay in the model's dtype, e.g. ``0,1,-1``. Negative numbers count from the
+            end.
+        window: full-attention layers attend only to the last ``window`` tokens and the sinks; memory is constant.
+            Layers that have a window in the model keep it.
+        kv_residual_length: number of last tokens whose K and V are read unquantized; None: 64 for quantized formats. 0
+            turns it off.
+        sinks: number of first tokens that stay visible under a window, and are read unquantized if there is a residual;
+            None: 4.
         block_size: tokens per block.
         num_blocks: usable blocks of each unbounded pool.
         kv_memory: bytes for all pools together.
-        max_model_len: longest sequence, prompt and answer together; the model's own, and without end under a window.
+        max_model_len: longest sequence, prompt and answer together; None: the model's maximum, unlimited under a
+            window.
         prefill_chunk: most prompt tokens of one sequence in one step.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: most tokens of all sequences in one step; 512, or more where another option asks for it.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens of all sequences in one step; None: 512, or prefill_chunk or max_num_seqs if
+            larger.
         dtype: dtype of weights and activations; ``auto`` is the checkpoint's.
-        quantization: ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8, on a GPU): the decoder's linear layers through
-            bitsandbytes; embeddings and head stay exact.
+        quantization: ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8, on a GPU): bitsandbytes quantizes the decoder's linear
+            layers. Embeddings and head stay unquantized.
         device: ``auto`` is the first GPU, else the CPU.
-        threads: CPU threads of this process; torch's own choice.
-        deterministic: linear layers and expert products in fixed row tiles, so that chunking and company do not change
-            a single bit.
-        compile: torch.compile the decoder for decode steps, which takes a while at the first start.
-        enforce_eager: no CUDA graphs on a GPU.
-        trust_remote_code: let transformers run code that lies in the model's folder.
+        threads: CPU threads of this process; None: torch's choice.
+        deterministic: compute linear layers and expert products in fixed row tiles, so that neither the chunk size nor
+            other sequences in the batch change a bit.
+        compile: torch.compile the decoder for decode steps. Compiling takes long at the first start.
+        enforce_eager: use no CUDA graphs on a GPU.
+        trust_remote_code: let transformers run code from the model's folder.
     """
 
     kv_dtype: str = "int8"
@@ -86,13 +91,8 @@ class EngineConfig:
 
         for item in fields(self):
             if not _is_of(getattr(self, item.name), str(item.type)):
-                refuse(item.name, f"must be {item.type}")
-        parse_formats(self.kv_dtype, BF16)
-        for layers, name in read_ranges(self.kv_layers) if self.kv_layers else ():
-            parse_layers(layers)
-            parse_formats(name, BF16)
-        for layer in self.kv_skip_layers.split(",") if self.kv_skip_layers else ():
-            parse_layers(layer)
+                refuse(item.name, f"must be of type {item.type}")
+        check_spelling(self.kv_dtype, self.kv_layers, self.kv_skip_layers)
         if self.block_size not in BLOCK_SIZES:
             refuse("block_size", f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
         if self.dtype not in DTYPES:
@@ -100,7 +100,7 @@ class EngineConfig:
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             refuse("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, or left out")
         if self.quantization is not None and self.dtype == "float64":
-            refuse("quantization", "does not go with dtype float64: leave one of them out")
+            refuse("quantization", "cannot be combined with dtype float64: remove one of them")
         for field in ("kv_residual_length", "sinks"):
             if (getattr(self, field) or 0) < 0:
                 refuse(field, "must not be negative")
@@ -120,46 +120,49 @@ class EngineConfig:
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max-num-batched-tokens {self.max_num_batched_tokens} is less than max-num-seqs {self.max_num_seqs}: "
-                "every running sequence needs a token in every step"
+                "every running sequence needs a token in every step. Raise the first or lower the second."
             )
         if self.compile and self.deterministic:
             raise ConfigError(
-                "--compile does not go with --deterministic: fused code adds in another order than the eager steps; "
-                "leave one of them out"
+                "--compile cannot be combined with --deterministic: compiled code adds numbers in another order. "
+                "Remove one of them."
             )
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ConfigError("num-blocks and kv-memory both set the size of the cache: give one of them")
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of one step."""
+        """Most tokens of all sequences in one step."""
         return self.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, self.prefill_chunk, self.max_num_seqs)
 
     def exact(self) -> EngineConfig:
-        """The same engine with the cache in the model's own dtype. A window stays."""
+        """The same options with the KV cache in the model's dtype. A window stays."""
         sinks = self.sinks if self.window else None
         return replace(self, kv_dtype="auto", kv_layers=None, kv_skip_layers=None, kv_residual_length=None, sinks=sinks)
 
     def without_residual(self) -> EngineConfig:
-        """The same engine reading every key and value that it quantizes from the quantized blocks."""
+        """The same options without a residual: quantized keys and values are read from quantized blocks only."""
         return replace(self, kv_residual_length=0, sinks=self.sinks if self.window else None)
 
     def residual(self, quantized: bool) -> tuple[int, int]:
-        """(residual length, sinks) of a cache that is ``quantized``, in part at least, or not. Raises ConfigError."""
+        """(residual length, sinks) of a cache. ``quantized``: whether any layer is quantized. Raises ConfigError."""
         if self.kv_residual_length and not quantized:
             raise ConfigError(
-                f"kv-residual-length {self.kv_residual_length} has no meaning where no layer is quantized "
-                f"(kv-dtype {self.kv_dtype}): leave it out or choose a quantized format"
+                f"kv-residual-length {self.kv_residual_length} has no effect: no layer is quantized "
+                f"(kv-dtype {self.kv_dtype}). Remove it or choose a quantized format."
             )
         length = DEFAULT_RESIDUAL_LENGTH if self.kv_residual_length is None else self.kv_residual_length
         length = length if quantized else 0
         if self.sinks and not length and not self.window:
             raise ConfigError(
-                f"sinks {self.sinks} stay visible under a --window, or exact beside the --kv-residual-length of a "
-                "quantized format: give one of them"
+                f"sinks {self.sinks} has no effect: it needs --window, or --kv-residual-length with a quantized "
+                "format. Remove it or give one of them."
             )
         sinks = DEFAULT_SINKS if self.sinks is None else self.sinks
         return length, sinks if length or self.window else 0
 
 
-KV_DTYPE_HELP = f"KV cache format: {', '.join(NAMES)}, auto (the model's dtype), or k=NAME,v=NAME."
+KV_DTYPE_HELP = (
+    f"KV cache format: {', '.join(NAMES)} (int8 keys, int4 values), auto (the model's dtype), or k=NAME,v=NAME "
+    "(different formats for keys and values)."
+)

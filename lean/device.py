@@ -1,4 +1,4 @@
-"""The device lean runs on, and how much memory it can still give."""
+"""The device that lean runs on, and its free memory."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ CPU_SHARE = 0.25
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` is the first GPU, else the CPU. Raises ConfigError for a device that is not there."""
+    """The device. ``auto`` is the first GPU, else the CPU. Raises ConfigError for a device that does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -26,13 +26,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def _cgroup_free() -> int | None:
-    """Bytes left under this process's control-group limit (version 2), where there is one."""
+    """Bytes left under this process's memory limit (control group version 2); None without a limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
             if line.startswith("inactive_file "):
-                used -= int(line.split()[1])  # page cache, e.g. of the weights just read: given back when needed
+                used -= int(line.split()[1])  # page cache, e.g. of weights just read: the system frees it when needed
     except (OSError, ValueError):
         return None
     return None if limit == "max" else max(0, int(limit) - used)
@@ -49,12 +49,12 @@ def _host_free() -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes the device can still give."""
+    """Free memory of a device, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(free for free in (_cgroup_free(), _host_free()) if free is not None)
 
 
 def cache_share(device: torch.device) -> float:
-    """The part of free memory that the KV cache takes by default."""
+    """The fraction of free memory that the KV cache takes by default."""
     return GPU_SHARE if device.type == "cuda" else CPU_SHARE

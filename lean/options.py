@@ -1,4 +1,4 @@
-"""Options of a run: flags over a YAML file over the defaults, merged and checked in one place."""
+"""Options of a run, merged from flags, a YAML file and defaults, and checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
 
 @dataclass(frozen=True)
 class Options:
-    """A model's name (None: the default one), how the engine runs it, and how tokens are chosen."""
+    """A model's name (None: the default model), the engine's options, and the sampling parameters."""
 
     model: str | None
     engine: EngineConfig
@@ -44,7 +44,7 @@ class Options:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Options:
-        """The options of a file over the defaults. Raises ConfigError, naming file and key."""
+        """The options of a YAML file, defaults for the others. Raises ConfigError, naming file and key."""
         values = read_yaml(path)
         try:
             return cls.merge(values)
@@ -52,7 +52,7 @@ class Options:
             raise ConfigError(f"{path}: {error}") from None
 
     def to_yaml(self) -> str:
-        """All options as a file that `read_yaml` takes; null where they are derived from the model and the machine."""
+        """All options as YAML that `read_yaml` reads. null: the engine derives the value from model and machine."""
         import yaml
 
         sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.sampling).items()}
@@ -60,7 +60,7 @@ class Options:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The options of a YAML file, each possible by itself: what lies over them may make them possible together.
+    """The options of a YAML file. Each is checked alone: flags may change a combination.
 
     Raises ConfigError, naming file and key.
     """
@@ -75,7 +75,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     known = ("model", *ENGINE_KEYS, *SAMPLING_KEYS)
     for key in values:
         if key not in known:
-            raise ConfigError(f"{path}: unknown key {one_line(key)!r}; known are {', '.join(known)}")
+            raise ConfigError(f"{path}: unknown key {one_line(key)!r}; known keys are {', '.join(known)}")
     try:
         for key, value in values.items():
             Options.merge({"max_num_seqs": 1}, {key: value})

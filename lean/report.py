@@ -1,4 +1,4 @@
-"""What lean says about a model and its cache: start-up line, JSON objects, tables."""
+"""Reports about an engine, its model and its cache: the start-up line, the closing line, JSON objects."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def start_up_line(llm: "LLM") -> str:
-    """One line: model, formats, bytes per token, how many fit, pools, kernels."""
+    """One line: model, formats, bytes per token, memory beside bf16, capacity, pools, kernels."""
     plan, size, info = llm.plan, llm.size, llm.model.info
     residual = ""
     if plan.residual_length:
-        residual = f" + last {plan.residual_length} and first {plan.num_exact_sinks} tokens exact"
+        residual = f", last {plan.residual_length} and first {plan.num_exact_sinks} tokens unquantized"
     window = ""
     if plan.window:
         window = f", window {plan.window:,} + {plan.num_sink_tokens} sinks"
     pools = " + ".join(
         f"{mib((rule.num_blocks + 1) * pool.block_bytes)} {pool.name}"
-        + (" exact" if pool.exact else "")
+        + (" unquantized" if pool.exact else "")
         + (f" (window {pool.window})" if pool.window else "")
         for rule, pool in zip(size.rules, plan.pools)
     )
@@ -33,9 +33,9 @@ def start_up_line(llm: "LLM") -> str:
     full, bf16 = plan.bytes_at(longest), plan.bytes_at_bf16(longest)
     length = "any length" if longest == ENDLESS else f"{longest:,} tokens"
     seqs = llm.config.max_num_seqs
-    fit = f"{size.num_tokens:,} tokens fit"
+    room = f"{size.num_tokens:,} tokens"
     if plan.bounded:
-        fit = "one sequence fits" if seqs == 1 else f"{seqs} sequences fit"
+        room = "one sequence" if seqs == 1 else f"{seqs} sequences"
     weights = f"; {weights_line(llm.model.weights)}" if llm.model.weights else ""
     mode = ", deterministic" if llm.config.deterministic else ""
     mode += ", compiled decode" if llm.config.compile else ""
@@ -43,19 +43,19 @@ def start_up_line(llm: "LLM") -> str:
     formats = " and ".join(dict.fromkeys(pool.name for pool in plan.pools if not pool.exact))
     return (
         f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}{weights}; "
-        f"KV {formats}{residual}{window}, {plan.bytes_per_token:,} bytes/token; "
-        f"{mib(full)} held at {length} (bf16 {mib(bf16)}, {bf16 / full:.2f}x); "
-        f"{mib(size.nbytes)} allocated, {fit}: {pools}; kernels: {llm.kernel_name}{mode}"
+        f"KV cache {formats}{residual}{window}, {plan.bytes_per_token:,} bytes/token; "
+        f"{mib(full)} at {length} (bf16: {mib(bf16)}, {bf16 / full:.2f}x as much); "
+        f"{mib(size.nbytes)} allocated, room for {room}: {pools}; kernels: {llm.kernel_name}{mode}"
     )
 
 
 def weights_line(use: "WeightUse") -> str:
     """The format and bytes of quantized weights."""
     rest = "" if use.num_quantized == use.num_linear else f" of {use.num_linear}"
-    slow = "" if use.fused else " (made exact again at every product: slow)"
+    slow = "" if use.fused else " (dequantized for every product: slow)"
     return (
         f"weights {use.bits:.2f} bits {use.name} in {use.num_quantized}{rest} linear layers{slow}, "
-        f"{mib(use.quantized_bytes)} + {mib(use.exact_bytes)} exact"
+        f"{mib(use.quantized_bytes)} + {mib(use.exact_bytes)} unquantized"
     )
 
 
@@ -72,16 +72,19 @@ def weights_report(use: "WeightUse") -> dict[str, Any]:
 
 
 def out_of_sight(llm: "LLM", num_tokens: int) -> str | None:
-    """What the next token of a sequence of ``num_tokens`` no longer sees, in one line; None where it sees all."""
+    """One line about the tokens that a window hides from the next token; None if it hides none.
+
+    ``num_tokens``: length of the sequence.
+    """
     window, sinks = llm.plan.window, llm.plan.num_sink_tokens
     if not window or num_tokens < window + sinks:
         return None
     first = f"the first {sinks} and " if sinks else ""
-    return f"of {num_tokens:,} tokens only {first}the last {window:,} are visible now (--window)"
+    return f"of {num_tokens:,} tokens the model now sees only {first}the last {window:,} (--window)"
 
 
 def kv_report(llm: "LLM") -> dict[str, Any]:
-    """The ``kv`` object of ``run --json``: what was held at the moment with the most tokens."""
+    """The ``kv`` object of ``run --json``: the cache at the moment when it held the most tokens."""
     plan, use = llm.plan, llm.peak_use
     k_formats, v_formats = plan.formats
     return {
@@ -142,32 +145,19 @@ def answer_report(llm: "LLM", outputs: "list[RequestOutput]", times: list[float]
 
 
 def closing_line(report: dict[str, Any]) -> str:
-    """What an answer took, in one line."""
+    """One line: tokens, speed and cache memory of an answer."""
     kv, timing = report["kv"], report["timing"]
     speed = f", then {timing['decode_tok_s']:.1f} tokens/s" if timing["decode_tok_s"] else ""
     return (
-        f"{report['prompt_tokens']} prompt + {report['completion_tokens']} new tokens ({report['finish_reason']}); "
-        f"first after {timing['ttft_s']:.2f} s{speed}; KV {mib(kv['bytes_held'])} held for {kv['tokens_held']} tokens "
-        f"(bf16 without blocks: {mib(kv['bytes_if_bf16'])})"
+        f"{report['prompt_tokens']} prompt tokens, {report['completion_tokens']} new tokens "
+        f"(finish reason: {report['finish_reason']}); first token after {timing['ttft_s']:.2f} s{speed}; "
+        f"KV cache held {mib(kv['bytes_held'])} for {kv['tokens_held']} tokens "
+        f"(in bf16, without blocks: {mib(kv['bytes_if_bf16'])})"
     )
 
 
-def score_workspace_bytes(llm: "LLM") -> int:
-    """Memory that `LLM.score` needs beside weights, pools and activations: attention tiles and logit slices.
-
-    A slice of logits exists in the model's dtype, in float32 and once more inside the reduction.
-    """
-    from lean.kernels.reference import workspace_bytes
-
-    widest = max(llm.model.info.layers, key=lambda layer: layer.num_q_heads * (layer.k_dim + layer.v_dim))
-    dtype = llm.model.info.dtype
-    itemsize = max(4, dtype.itemsize)  # what attention and logits compute in
-    tiles = workspace_bytes(widest.num_q_heads, widest.num_kv_heads, widest.k_dim, widest.v_dim, itemsize)
-    return tiles + llm.model.logit_rows * llm.model.vocab_size * (dtype.itemsize + 2 * itemsize)
-
-
 def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """The object of ``info --json``. ``bytes_per_token`` covers all layers; null where a format does not fit."""
+    """The object of ``info --json``. Bytes cover all layers; null for a format that does not support the head_dim."""
     from lean.model.info import inspect_model
     from lean.quant import NAMES, raw_format
     from lean.store.source import resolve
@@ -203,28 +193,3 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
         "bytes_per_token": {name: plan and plan.bytes_per_token for name, plan in plans.items()},
         "bytes_at_4096_tokens": {name: plan and plan.bytes_at(4096) for name, plan in plans.items()},
     }
-
-
-def print_model_report(report: dict[str, Any]) -> None:
-    """The same as tables."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)
-    facts = Table(show_header=False, box=None)
-    windows = report["windows"]
-    sliding = [window for window in windows if window]
-    for key, value in report.items():
-        if key == "windows":
-            value = f"{len(sliding)} of {len(windows)} layers: {sorted(set(sliding))}" if sliding else "none"
-        if not key.startswith("bytes"):
-            facts.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
-    console.print(facts)
-    table = Table("KV format", "bytes per token", "vs bf16", "at 4,096 tokens", title="KV cache, all layers")
-    for kv_dtype, nbytes in report["bytes_per_token"].items():
-        if nbytes is None:
-            table.add_row(kv_dtype, "head_dim not divisible by 8", "", "")
-        else:
-            ratio = report["bytes_per_token"]["bf16"] / nbytes
-            table.add_row(kv_dtype, f"{nbytes:,}", f"{ratio:.2f}x", mib(report["bytes_at_4096_tokens"][kv_dtype]))
-    console.print(table)

@@ -1,4 +1,4 @@
-"""SamplingParams: what is asked for beside the prompt, checked once."""
+"""SamplingParams: how an answer is generated, and when it ends."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,32 +10,33 @@ from lean.errors import RequestError, one_line
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. None means: the model's own ``generation_config.json``, else off.
+    """How tokens are chosen and when to stop. None: the value of the model's ``generation_config.json``, else off.
 
     Attributes:
-        max_tokens: most tokens to generate; fewer where the model's length ends first.
-        n: answers to the one prompt, each with randomness of its own.
-        logit_bias: token id -> what is added to its logit, -100 to 100; ids may be strings of digits, as in JSON.
+        max_tokens: most tokens to generate; fewer if the sequence reaches max_model_len.
+        n: number of answers to the prompt, each with its own random numbers.
+        logit_bias: token id -> number added to its logit, -100 to 100. Ids may be strings of digits, as in JSON.
         repetition_penalty: positive logits of tokens in the prompt or the answer are divided by it, negative ones
             multiplied (arXiv:1909.05858); 1 is off.
         presence_penalty: subtracted from the logits of tokens in the answer, -2 to 2.
         frequency_penalty: subtracted once for each time a token is in the answer, -2 to 2.
-        temperature: divides the logits; 0 is greedy (the lowest id wins ties) and leaves the four below unused.
-        top_k: sample among the k likeliest and all ties of the k-th; 0 is off.
-        top_p: sample among the fewest tokens whose probability reaches top_p; 1 is off.
-        min_p: sample among the tokens at least min_p times as likely as the likeliest; 0 is off.
-        seed: makes sampling repeatable, whatever else runs; None draws one. See `lean.engine.sampler.Sampler`.
+        temperature: divides the logits. 0 is greedy (the lowest id wins ties); the four fields below are then unused.
+        top_k: sample from the k most likely tokens and all ties of the k-th; 0 is off.
+        top_p: sample from the smallest set of tokens whose total probability reaches top_p; 1 is off.
+        min_p: drop tokens whose probability is below min_p times that of the most likely token; 0 is off.
+        seed: the same seed gives the same random numbers, independent of other requests; None: a random seed. See
+            `lean.engine.sampler.Sampler`.
         stop: text that ends the answer and is not part of it; kept as a tuple.
         stop_token_ids: tokens that end the answer as end-of-sequence does; kept as a tuple.
-        ignore_eos: go on after end-of-sequence tokens.
-        logprobs: report each token's log-probability and those of so many likeliest ones; None reports nothing.
+        ignore_eos: continue after end-of-sequence tokens.
+        logprobs: report the log-probability of each token, and of this number of most likely tokens; None: no report.
         prompt_logprobs: the same for the tokens of the prompt.
 
-    What changes the logits is applied in the order above, from logit_bias to min_p, each to what the one before left.
-    Log-probabilities are the model's own, before all of it.
+    Fields that change the logits are applied in the order above, from logit_bias to min_p. Log-probabilities are those
+    of the model, before any change.
 
     Raises:
-        RequestError: a value has no meaning; the message names the field.
+        RequestError: a value is not allowed; the message names the field.
     """
 
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -95,7 +96,7 @@ def _whole(value: object, least: int = 0) -> bool:
 
 
 def _real(value: object) -> bool:
-    """A finite number; whole ones beyond every float are none."""
+    """Whether a value is a finite number within the range of a float."""
     limit = sys.float_info.max
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -limit <= value <= limit
 

@@ -8,6 +8,7 @@ import torch
 from lean.engine.engine import Engine
 from lean.engine.request import check_token_ids
 from lean.errors import EMPTY_PROMPT, EngineError, RequestError
+from lean.model.load import LoadedModel
 
 
 class TokenScores(NamedTuple):
@@ -110,3 +111,17 @@ def score_many(
             progress(len(targets))
         if position + hidden.shape[0] == len(sequences[index]) - 1:
             yield index, scores[index]
+
+
+def score_workspace_bytes(model: LoadedModel) -> int:
+    """Memory that `LLM.score` needs beside weights, pools and activations: attention tiles and logit slices.
+
+    A slice of logits exists in the model's dtype, in float32 and once more inside the reduction.
+    """
+    from lean.kernels.reference import workspace_bytes
+
+    widest = max(model.info.layers, key=lambda layer: layer.num_q_heads * (layer.k_dim + layer.v_dim))
+    dtype = model.info.dtype
+    itemsize = max(4, dtype.itemsize)  # what attention and logits compute in
+    tiles = workspace_bytes(widest.num_q_heads, widest.num_kv_heads, widest.k_dim, widest.v_dim, itemsize)
+    return tiles + model.logit_rows * model.vocab_size * (dtype.itemsize + 2 * itemsize)

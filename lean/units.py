@@ -1,10 +1,10 @@
-"""Numbers of bytes and tokens: as people write and read them, and the largest that lean counts to."""
+"""Sizes in bytes as people write and read them, and the longest sequence length."""
 
 import re
 
 from lean.errors import ConfigError, one_line
 
-ENDLESS = 2**31  # tokens: the longest sequence where nothing limits its length
+ENDLESS = 2**31  # tokens: the length limit of a sequence that has no other limit
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -18,10 +18,10 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"cannot read size {text!r}: write a number with KiB, MiB, GiB, KB, MB or GB, e.g. 512MiB")
     size = float(match[1]) * _UNITS[unit]
     if size > 2**62:
-        raise ConfigError(f"size {one_line(text, 30)!r} is beyond any memory: write e.g. 512MiB")
+        raise ConfigError(f"size {one_line(text, 30)!r} is larger than any memory: write e.g. 512MiB")
     return int(size)
 
 
 def mib(nbytes: int) -> str:
-    """A number of bytes for people."""
+    """Bytes in MiB, e.g. ``1,024.5 MiB``."""
     return f"{nbytes / 2**20:,.1f} MiB"

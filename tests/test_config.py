@@ -1,4 +1,4 @@
-"""Options are refused with one line that names them, or mean what they say."""
+"""Every option does what it says, or is refused with one line that names it."""
 
 import math
 from dataclasses import fields
@@ -44,7 +44,7 @@ BAD_SIZES = ["", " ", "MiB", "-1GiB", "1,5GB", "1e9", "nan", "inf", "1TB", "1 Gi
 
 
 @pytest.mark.parametrize("text", [*BAD_SIZES, "9" * 400 + "GiB"])
-def test_what_is_no_size_is_refused(text):
+def test_a_text_that_is_not_a_size_is_refused(text):
     message = refusal(parse_size, text)
     assert "MiB" in message
 
@@ -116,7 +116,7 @@ def test_residual_and_sinks(config, quantized, expected):
     assert EngineConfig(**config).residual(quantized) == expected
 
 
-def test_a_residual_that_would_do_nothing_is_refused():
+def test_a_residual_without_effect_is_refused():
     message = refusal(EngineConfig(kv_dtype="bf16", kv_residual_length=64).residual, False)
     assert all(word in message for word in ("kv-residual-length 64", "bf16"))
     assert "sinks 4" in refusal(EngineConfig(kv_residual_length=0, sinks=4).residual, True)
@@ -138,8 +138,7 @@ def test_the_advice_for_sinks_without_a_residual_can_be_followed():
         "seed": (-1, 2**63, 1.5, "10", True),
     }.items(),
 )
-def test_sampling_parameters_without_a_meaning_are_refused_by_name(field, values):
-    """U09, S02."""
+def test_impossible_sampling_parameters_are_refused_by_name(field, values):
     for value in values:
         message = refusal(SamplingParams, **{field: value})
         assert field.replace("_", "-") in message
@@ -160,7 +159,6 @@ def llm(tiny):
 
 @pytest.mark.parametrize("max_tokens", [2**31, 2**63, 10**30])
 def test_a_huge_max_tokens_ends_with_the_model_and_takes_no_blocks_ahead(llm, max_tokens):
-    """S02."""
     request_id = llm.add_request([5] * 80, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     assert llm.stats().bytes_held == 0
     llm.step()

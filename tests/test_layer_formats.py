@@ -1,10 +1,10 @@
-"""Every layer gets exactly the format that was asked for it, or the question is refused."""
+"""Every layer gets the format that the options name for it; options that cannot be read are refused."""
 
 import pytest
 from helpers import refusal
 
 from lean.config import EngineConfig
-from lean.layer_formats import layer_formats, parse_formats
+from lean.layer_formats import layer_formats, parse_formats, split_formats
 from lean.quant import BF16, FP8, FP32, INT4, INT8
 
 
@@ -19,7 +19,16 @@ def test_a_name_a_pair_or_the_dtype_of_the_model():
     assert parse_formats("K=FP8, V=int4", BF16) == (FP8, INT4)
 
 
-def test_ranges_have_formats_of_their_own_and_the_rest_has_the_usual_one():
+def test_a_comma_list_is_split_between_formats_and_not_inside_a_pair():
+    assert split_formats("int8,k=int8,v=fp8,v=int4,k=int8,bf16") == ["int8", "k=int8,v=fp8", "v=int4,k=int8", "bf16"]
+    assert split_formats(" K=fp8, V=int4 , auto") == ["K=fp8,V=int4", "auto"]
+    for text in ("int8,int3", "k=int8,int4", "v=int4,auto", "k=int8,k=int8,v=int4", "k=int8,v=int4,v=fp8"):
+        assert "KV format" in refusal(split_formats, text)
+    for text in ("", "int8,", ",int8", "int8,,int4"):
+        assert "empty item" in refusal(split_formats, text)
+
+
+def test_ranges_have_their_own_format_and_the_other_layers_have_the_common_one():
     assert names(3, "int8", None, None) == ["int8"] * 3
     assert names(6, "int8", "0-1:bf16,2-3:k8v4,4-:int4", None) == [*["bf16"] * 2, *["int8/int4"] * 2, *["int4"] * 2]
     assert names(4, "int8", "-1:fp8", None) == ["int8", "int8", "int8", "fp8"]
@@ -44,12 +53,12 @@ def test_skipped_layers_stay_as_the_model_has_them():
         (None, "1,1", "named twice"),
     ],
 )
-def test_layers_that_are_not_there_or_named_twice_are_refused(kv_layers, kv_skip_layers, word):
+def test_layers_that_do_not_exist_or_are_named_twice_are_refused(kv_layers, kv_skip_layers, word):
     assert word in refusal(layer_formats, 4, "int8", kv_layers, kv_skip_layers, FP32)
 
 
 @pytest.mark.parametrize("text", ["0", "0:", ":int8", "a:int8", "0-1:int3", "0..1:int8", "0:int8;1:int4", ",", "-"])
-def test_what_cannot_be_read_is_refused_before_a_model_is_known(text):
+def test_layer_formats_that_cannot_be_read_are_refused_before_a_model_is_known(text):
     refusal(EngineConfig, kv_layers=text)
 
 

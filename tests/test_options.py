@@ -1,4 +1,4 @@
-"""Options: flags over a file over the defaults; what cannot be is refused with the key's name."""
+"""Options: flags win over a file, a file wins over defaults; impossible values are refused with the key's name."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_a_yaml_file_that_cannot_be_used_is_refused_with_its_fault(tmp_path, tex
     assert all(word in message for word in (*words, file.name))
 
 
-def test_a_yaml_file_that_is_not_there_or_not_text_is_refused_by_name(tmp_path):
+def test_a_yaml_file_that_does_not_exist_or_is_not_text_is_refused_by_name(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
     for name in ("missing", "binary", "."):
         assert str(tmp_path / name) in refusal(Options.from_yaml, tmp_path / name)
@@ -72,7 +72,7 @@ def test_no_key_means_two_things():
     assert not set(ENGINE_KEYS) & set(SAMPLING_KEYS)
 
 
-def test_what_is_printed_can_be_read_again(tmp_path):
+def test_printed_options_can_be_read_again(tmp_path):
     options = Options(
         "some model",
         EngineConfig(kv_dtype="k=int8,v=int4", kv_memory=2**20, deterministic=True),

@@ -1,4 +1,4 @@
-"""What is asked for beside the prompt: every value without a meaning is refused by the name of its field."""
+"""Sampling parameters: every impossible value is refused, and the message names the field."""
 
 import math
 from dataclasses import FrozenInstanceError, fields, replace
@@ -37,8 +37,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in REFUSED.items() for value in values])
-def test_a_value_without_a_meaning_is_refused_by_the_name_of_its_field(field, value):
-    """U03, U09, S02."""
+def test_an_impossible_value_is_refused_by_the_name_of_its_field(field, value):
     message = refusal(SamplingParams, **{field: value})
     assert message.startswith(field.replace("_", "-") + " must ")
     if len(repr(value)) < 100 and field != "logit_bias":
@@ -89,7 +88,7 @@ def test_values_at_the_edges_are_accepted_and_kept(field, values):
         assert getattr(SamplingParams(**{field: value}), field) == value
 
 
-def test_nothing_asked_for_leaves_the_choice_to_the_model():
+def test_defaults_leave_the_choice_to_the_model():
     params = SamplingParams()
     assert params.max_tokens == DEFAULT_MAX_TOKENS
     assert (params.n, params.presence_penalty, params.frequency_penalty, params.ignore_eos) == (1, 0, 0, False)

@@ -1,4 +1,4 @@
-"""Many prompts from a file, many answers into a file, resumable."""
+"""Answer a file of prompts into a file of results. A run that was interrupted can be continued."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lean.errors import EngineError, RequestError
 if TYPE_CHECKING:
     from lean.llm import LLM
 
-LINE_EVERY_S = 10.0  # progress where there is no terminal
+LINE_EVERY_S = 10.0  # between two lines of progress, without a terminal
 WORST_FIRST = ("error", "abort", "length", "stop")
 
 
 @dataclass(frozen=True)
 class BatchSummary:
-    """What one `run_batch` did: rows answered, found answered, ended in an error; tokens generated, and how long."""
+    """Rows that a `run_batch` answered, that were in the file already, and that failed; tokens generated; seconds."""
 
     done: int
     skipped: int
@@ -38,7 +38,7 @@ class BatchSummary:
 
 @dataclass
 class _Answer:
-    """One of a row's n answers, as far as it is."""
+    """One of a row's n answers, as far as it is generated."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class _Answer:
 
 @dataclass
 class _Running:
-    """A row on its way through the engine."""
+    """A row that the engine is answering."""
 
     row: Row
     n: int = 1
@@ -62,7 +62,7 @@ class _Running:
     error: str | None = None
 
     def start(self, llm: LLM, params: SamplingParams, chat: bool | None) -> int:
-        """Hand the row to the engine; returns the request's id. Raises RequestError where it cannot be served."""
+        """Hand the row to the engine; returns the request's id. Raises RequestError if the engine cannot serve it."""
         params = replace(params, **self.row.params)
         self.n = params.n
         if self.row.messages is not None:
@@ -73,14 +73,14 @@ class _Running:
         return llm.add_request(ids, params)
 
     def add(self, output: RequestOutput) -> bool:
-        """Take what a step gave; returns whether the row has ended."""
+        """Add the output of a step; returns whether the row has ended."""
         answer = self.answers.setdefault(output.index, _Answer())
         answer.text.append(output.text)
         answer.token_ids += output.token_ids
         if output.logprobs is not None:
             answer.logprobs = answer.logprobs or []
             answer.logprobs += _plain(output.logprobs)
-        if output.prompt_logprobs is not None:  # each answer brings the same ones
+        if output.prompt_logprobs is not None:  # the same for each answer of a row
             self.prompt_logprobs = self.prompt_logprobs or _plain(output.prompt_logprobs)
         answer.finish_reason = output.finish_reason
         self.error = self.error or output.error
@@ -105,7 +105,7 @@ class _Running:
 
 
 def _plain(logprobs: list[Any]) -> list[Any]:
-    """Log-probabilities as JSON knows them."""
+    """Log-probabilities as JSON values; null where a number is not finite."""
     return [None if logprob is None else _finite(asdict(logprob)) for logprob in logprobs]
 
 
@@ -118,11 +118,11 @@ def _finite(value: Any) -> Any:
 
 
 class _Progress:
-    """Rows done, speed and time left: a bar on a terminal, else a plain line now and then."""
+    """Rows done, speed and time left: a bar on a terminal, else a line every LINE_EVERY_S seconds."""
 
     def __init__(self, console: Console, total: int, skipped: int) -> None:
         self._console, self._total, self._skipped = console, total, skipped
-        self._started = self._said = time.perf_counter()
+        self._started = self._last_line = time.perf_counter()
         self.bar: Progress | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows{task.fields[pace]}", markup=False))
@@ -130,7 +130,7 @@ class _Progress:
             self._task = self.bar.add_task("", total=total, completed=skipped, pace="")
 
     def show(self, ended: int, tokens: int) -> None:
-        """``ended`` rows and ``tokens`` of this run, those of unfinished rows too."""
+        """``ended``: rows that ended in this run. ``tokens``: generated in this run, unfinished rows included."""
         now = time.perf_counter()
         seconds, done = now - self._started, self._skipped + ended
         rate = tokens / seconds if seconds else 0.0
@@ -139,8 +139,8 @@ class _Progress:
             pace += f", {_duration(seconds / ended * (self._total - done))} left"
         if self.bar:
             self.bar.update(self._task, completed=done, pace=pace)
-        elif now - self._said >= LINE_EVERY_S:
-            self._said = now
+        elif now - self._last_line >= LINE_EVERY_S:
+            self._last_line = now
             _say(self._console, f"{done} of {self._total} rows{pace}")
 
 
@@ -154,16 +154,59 @@ def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+class _Batch:
+    """Rows in the engine, and counts of those that ended. Each row is written when it ends."""
+
+    def __init__(self, llm: LLM, writer: ResultsWriter, params: SamplingParams, chat: bool | None) -> None:
+        self._llm, self._writer, self._params, self._chat = llm, writer, params, chat
+        self.running: dict[int, _Running] = {}
+        self.answered = self.failed = self.tokens = 0
+
+    def start(self, row: Row) -> None:
+        """Hand a row to the engine; a row that it cannot serve fails."""
+        request = _Running(row)
+        try:
+            self.running[request.start(self._llm, self._params, self._chat)] = request
+        except RequestError as error:
+            request.error = str(error)
+            self._end(request)
+
+    def step(self) -> None:
+        """Run a step of the engine. Raises EngineError if it stops before all rows have ended."""
+        outputs = self._llm.step() if self.running else []
+        for output in outputs:
+            request = self.running.get(output.request_id)
+            if request is None:
+                continue
+            self.tokens += len(output.token_ids)
+            if request.add(output):
+                self._end(request)
+                del self.running[output.request_id]
+        if self.running and not outputs and not self._llm.has_work:
+            raise EngineError(f"the engine lost {len(self.running)} requests")
+
+    def _end(self, request: _Running) -> None:
+        self._writer.write(request.as_json())
+        self.failed += request.error is not None
+        self.answered += request.error is None
+
+    def abort(self) -> None:
+        """Take back a half-written line, and end all running requests."""
+        self._writer.take_back()
+        for request_id in self.running:
+            self._llm.abort(request_id)
+
+
 def run_batch(
     llm: LLM, rows: list[Row], out: Path, params: SamplingParams, chat: bool | None, console: Console
 ) -> BatchSummary:
-    """Answer the rows that are not in ``out`` yet, and append each to it as a line of JSON the moment it ends.
+    """Answer the rows that are not in ``out`` yet, and append each to ``out`` as a line of JSON when it ends.
 
-    A row that cannot be served, or whose numbers become non-finite, is written with an "error", and the others go on.
-    Whatever else ends the run, an interrupt too, leaves whole lines only: the same call goes on from there.
+    A row that cannot be served, or whose numbers become non-finite, is written with an "error"; the other rows go on.
+    If the run ends early, by an interrupt or an error, ``out`` holds whole lines only, and the same call continues.
 
     Args:
-        params: what rows without parameters of their own use.
+        params: sampling parameters of rows that give none.
         chat: see `lean.text.prompt.encode_prompt`; rows with messages are always chats.
         console: where progress is shown.
 
@@ -177,40 +220,19 @@ def run_batch(
         if not todo:
             _say(console, f"nothing to do: all {len(rows)} rows are in {out}")
             return BatchSummary(0, skipped, 0, 0, 0.0)
-        writer = ResultsWriter(file, out)
+        batch = _Batch(llm, ResultsWriter(file, out), params, chat)
         progress = _Progress(console, len(rows), skipped)
-        running: dict[int, _Running] = {}
-        answered = failed = tokens = 0
         started = time.perf_counter()
         with progress.bar or nullcontext():
             try:
-                while todo or running:
-                    while todo and len(running) < 2 * llm.config.max_num_seqs:
-                        request = _Running(todo.popleft())
-                        try:
-                            running[request.start(llm, params, chat)] = request
-                        except RequestError as error:
-                            request.error = str(error)
-                            writer.write(request.as_json())
-                            failed += 1
-                    outputs = llm.step() if running else []
-                    for output in outputs:
-                        if output.request_id not in running:
-                            continue
-                        request = running[output.request_id]
-                        tokens += len(output.token_ids)
-                        if request.add(output):
-                            writer.write(request.as_json())
-                            del running[output.request_id]
-                            failed += request.error is not None
-                            answered += request.error is None
-                    if running and not outputs and not llm.has_work:
-                        raise EngineError(f"the engine lost {len(running)} requests")
-                    progress.show(answered + failed, tokens)
+                while todo or batch.running:
+                    while todo and len(batch.running) < 2 * llm.config.max_num_seqs:
+                        batch.start(todo.popleft())
+                    batch.step()
+                    progress.show(batch.answered + batch.failed, batch.tokens)
             except BaseException:
-                writer.take_back()
-                for request_id in running:
-                    llm.abort(request_id)
-                _say(console, f"{skipped + answered + failed} of {len(rows)} rows are in {out}: run again to go on")
+                batch.abort()
+                ended = skipped + batch.answered + batch.failed
+                _say(console, f"{ended} of {len(rows)} rows are in {out}: run the same command to continue")
                 raise
-        return BatchSummary(answered, skipped, failed, tokens, time.perf_counter() - started)
+        return BatchSummary(batch.answered, skipped, batch.failed, batch.tokens, time.perf_counter() - started)

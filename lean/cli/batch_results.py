@@ -1,4 +1,4 @@
-"""A file of results: whole lines only, whatever ends a run, so that the next one knows what is done."""
+"""A file of results, one JSON object per line. It holds whole lines only, so that a later run knows what is done."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lean.cli.batch_rows import RowId, is_id, read_object, shown
 from lean.errors import LeanError, RequestError, one_line
 from lean.store.home import exclusive
 
-ROW_START = b'{"id": '  # of every line that is written; by it a cut one is known as lean's own
+ROW_START = b'{"id": '  # of every line; shows that a cut line was written by lean
 
 
 def read_done(out: Path, prompts: Path | None = None) -> set[RowId]:
-    """The ids of the rows that an earlier run wrote. A last line that its end cut off is taken off the file.
+    """The ids of the rows that earlier runs wrote. A last line that is incomplete is removed from the file.
 
     Raises:
-        RequestError: ``out`` can be no file of results, is ``prompts`` itself, another run writes to it, or it holds
-            something that lean did not write; it is left as it is.
+        RequestError: ``out`` cannot be a file of results, is the same file as ``prompts``, is being written by another
+            run, or holds something that lean did not write. The file is then left as it is.
     """
     out = Path(out)
     try:
         if out.is_dir():
             raise RequestError(f"{out} is a folder: name a file for the results")
         if not out.parent.is_dir():
-            raise RequestError(f"no folder {out.parent} to write {out.name} into: make it first")
+            raise RequestError(f"cannot write {out}: there is no folder {out.parent}, make it first")
         if prompts is not None and (out.resolve() == prompts.resolve() or (out.exists() and out.samefile(prompts))):
             raise RequestError(f"{out} holds the prompts: name another file for the results")
         if not out.exists():
@@ -37,19 +37,16 @@ def read_done(out: Path, prompts: Path | None = None) -> set[RowId]:
             return set()
         with open_results(out) as (_, done):
             return done
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # ValueError: a NUL in the path; RuntimeError: a link to itself
+    except (OSError, ValueError, RuntimeError) as error:
+        # ValueError: a NUL in the path. RuntimeError: a link to itself.
         raise RequestError(f"cannot write {out}: {getattr(error, 'strerror', None) or one_line(error)}") from None
 
 
 @contextmanager
 def open_results(out: Path) -> Iterator[tuple[BinaryIO, set[RowId]]]:
-    """A file of whole lines, open to append without a buffer, and the ids in it. Only one run at a time has it."""
+    """Open a file of results to append whole lines; yields it and the ids in it. A lock keeps other runs out."""
     if out.exists() and not out.is_file():
-        raise RequestError(f"{out} is no plain file: name one for the results")
+        raise RequestError(f"{out} is not a regular file: name another file for the results")
     with out.open("ab", buffering=0) as file:
         taken = RequestError(f"another run is writing to {out}: wait for it, or name another file")
         exclusive(file, refusal=taken)
@@ -60,7 +57,7 @@ def open_results(out: Path) -> Iterator[tuple[BinaryIO, set[RowId]]]:
 
 
 def _read_results(out: Path) -> tuple[set[RowId], int]:
-    """The ids in a file of results, and where its last whole line ends. What was cut off may only be the last line."""
+    """The ids in a file of results, and the offset after its last whole line. Only the last line may be incomplete."""
     lines: dict[RowId, int] = {}
     end = 0
     cut: RequestError | None = None
@@ -72,25 +69,27 @@ def _read_results(out: Path) -> tuple[set[RowId], int]:
             try:
                 result = read_object(line)
                 if not line.endswith(b"\n"):
-                    raise RequestError("it does not end")
+                    raise RequestError("the line is incomplete")
             except RequestError as error:
-                cut = RequestError(f"{where} is damaged, {error}: repair it or name another file")
-                begun = line.rstrip(b"\0")  # zeros: a power failure
+                cut = RequestError(f"{where} is damaged ({error}): repair it or name another file")
+                begun = line.rstrip(b"\0")  # zeros: left by a power failure
                 if not begun.startswith(ROW_START[: len(begun)]):
                     raise cut from None
                 continue
             row_id = result.get("id")
             if not is_id(row_id) or "finish_reason" not in result:
-                raise RequestError(f"{where} is no result of a batch: name another file")
+                raise RequestError(f"{where} is not a result of `lean run --prompts`: name another file")
             if row_id in lines:
-                raise RequestError(f"{where}: id {shown(row_id)} is that of line {lines[row_id]}: remove one of them")
+                raise RequestError(
+                    f"{where}: id {shown(row_id)} is already used in line {lines[row_id]}: remove one of the lines"
+                )
             lines[row_id] = number
             end += len(line)
     return set(lines), end
 
 
 class ResultsWriter:
-    """Appends whole lines, or takes back what of one was written."""
+    """Appends whole lines."""
 
     def __init__(self, file: BinaryIO, out: Path) -> None:
         self._file = file
@@ -100,7 +99,7 @@ class ResultsWriter:
     def write(self, result: dict[str, Any]) -> None:
         try:
             line = json.dumps(result, ensure_ascii=False, allow_nan=False).encode("utf-8")
-        except UnicodeEncodeError:  # half a surrogate pair can only be escaped
+        except UnicodeEncodeError:  # half of a surrogate pair exists in JSON only as an escape
             line = json.dumps(result, allow_nan=False).encode("ascii")
         rest = memoryview(line + b"\n")
         try:
@@ -111,4 +110,5 @@ class ResultsWriter:
         self._end += len(line) + 1
 
     def take_back(self) -> None:
+        """Remove what was written of an incomplete line."""
         self._file.truncate(self._end)

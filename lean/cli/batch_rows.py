@@ -1,4 +1,4 @@
-"""A file of prompts: one JSON object a line, checked before anything runs."""
+"""A file of prompts, one JSON object per line. It is checked before anything runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RowId = str | int
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the prompts: a text or chat messages, and what overrides the command's sampling parameters."""
+    """One line of the file: a text or chat messages, and sampling parameters that override those of the command."""
 
     id: RowId
     prompt: str | None
@@ -27,10 +27,10 @@ class Row:
 
 
 def read_rows(path: Path, params: SamplingParams | None = None) -> list[Row]:
-    """Read and check a whole file of prompts, one JSON object a line; ``params`` are those that rows override.
+    """Read and check a file of prompts. ``params``: the command's sampling parameters, which rows override.
 
     Raises:
-        RequestError: the file cannot be read or has no rows, or a line is no row; the message names the line.
+        RequestError: the file cannot be read or has no rows, or a line is not a row. The message names the line.
     """
     params = params or SamplingParams()
     rows: list[Row] = []
@@ -45,7 +45,7 @@ def read_rows(path: Path, params: SamplingParams | None = None) -> list[Row]:
                 try:
                     row = _read_row(line, number, params)
                     if row.id in lines:
-                        raise RequestError(f"id {shown(row.id)} is that of line {lines[row.id]}")
+                        raise RequestError(f"id {shown(row.id)} is already used in line {lines[row.id]}")
                 except RequestError as error:
                     raise RequestError(f"{path} line {number}: {error}") from None
                 lines[row.id] = number
@@ -53,7 +53,7 @@ def read_rows(path: Path, params: SamplingParams | None = None) -> list[Row]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise RequestError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if not rows:
-        raise RequestError(f'{path} has no rows: write one JSON object a line, e.g. {{"prompt": "Hello"}}')
+        raise RequestError(f'{path} has no rows: write one JSON object per line, e.g. {{"prompt": "Hello"}}')
     return rows
 
 
@@ -62,9 +62,11 @@ def _read_row(line: bytes, number: int, params: SamplingParams) -> Row:
     for key in values:
         if key not in PARAMS and key not in ("id", "prompt", "messages"):
             known = ", ".join(["id", "prompt", "messages", *sorted(PARAMS)])
-            raise RequestError(f"unknown key {shown(key)}; known are {known}")
+            raise RequestError(f"unknown key {shown(key)}; known keys are {known}")
     if ("prompt" in values) == ("messages" in values):
-        raise RequestError("give prompt or messages, " + ("not both" if "prompt" in values else "one of them"))
+        raise RequestError(
+            "give prompt or messages, not both" if "prompt" in values else "prompt or messages is missing"
+        )
     row_id = values.get("id", number)
     if not is_id(row_id):
         raise RequestError(f"id must be a string or a whole number, not {shown(row_id)}")
@@ -82,8 +84,10 @@ def _read_row(line: bytes, number: int, params: SamplingParams) -> Row:
 
 
 def read_object(line: bytes) -> dict[str, Any]:
+    """A line as a JSON object. Raises RequestError."""
+
     def no_constant(name: str) -> None:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     try:
         values = json.loads(line.decode("utf-8"), parse_constant=no_constant)
@@ -92,7 +96,7 @@ def read_object(line: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise RequestError(f"not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # integers of thousands of digits, thousands of brackets
-        raise RequestError(f"not JSON that can be read: {one_line(error)}") from None
+        raise RequestError(f"not JSON that lean can read: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise RequestError(f"must be a JSON object, not {shown(values)}")
     return values
@@ -107,7 +111,8 @@ def _check_messages(messages: object) -> None:
                 found = shown(message)
                 raise RequestError(f"messages[{place}] must be an object whose {key} is a string, not {found}")
         if message["role"] not in ROLES:
-            raise RequestError(f"messages[{place}] has the role {shown(message['role'])}, not {', '.join(ROLES)}")
+            role = shown(message["role"])
+            raise RequestError(f"messages[{place}] has the role {role}: must be one of {', '.join(ROLES)}")
 
 
 def is_id(value: object) -> TypeGuard[RowId]:
@@ -115,4 +120,5 @@ def is_id(value: object) -> TypeGuard[RowId]:
 
 
 def shown(value: object) -> str:
+    """A JSON value, cut to fit into a message."""
     return one_line(json.dumps(value), 60)

@@ -1,4 +1,4 @@
-"""``lean bench``: speed beside the memory's limit and beside other engines, in one run."""
+"""``lean bench``: speed, compared with the memory bandwidth and with other engines in the same run."""
 
 import re
 from collections.abc import Iterable
@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lean.cli.evaluate import printed_config, read_numbers, start_engine
-from lean.cli.flags import ModelArgument, engine_flags, given_options, option
-from lean.cli.terminal import stderr
+from lean.cli.engine_flags import engine_flags
+from lean.cli.evaluate import start_engine
+from lean.cli.flags import ModelArgument, given_options, option, printed_config
+from lean.cli.lists import read_items, read_numbers
+from lean.cli.terminal import print_json, stderr
 from lean.config import EngineConfig
 from lean.errors import UserError
-from lean.layer_formats import parse_formats
-from lean.quant.formats import BF16
+from lean.layer_formats import split_formats
 
 if TYPE_CHECKING:
+    from lean.eval.bench.attention import Shape
     from lean.eval.bench.timing import BenchRow
     from lean.llm import LLM
     from lean.options import Options
@@ -24,34 +26,45 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Measure speed: contenders take turns in one run, medians and ratios are told.",
+    help="Measure speed. Candidates are measured in turn within one run; results are medians and ratios.",
 )
 
 _DEFAULT = EngineConfig()
 
-Formats = Annotated[str, typer.Option("--kv-dtype", help="KV formats, separated by commas.", metavar="F[,F]")]
-Contexts = Annotated[str, typer.Option("--context", help="Tokens in the cache, separated by commas.", metavar="N[,N]")]
-Against = Annotated[
-    str | None, option("Peers: transformers, transformers-quantized, llama.cpp; separated by commas.", metavar="P[,P]")
+Formats = Annotated[
+    str, typer.Option("--kv-dtype", help="KV formats to measure, separated by commas.", metavar="F[,F]")
 ]
-Gguf = Annotated[str | None, option("The model's GGUF file, for llama.cpp.", metavar="FILE")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line on stdout.")]
-Plot = Annotated[Path | None, option("Draw time against context there.", metavar="PNG")]
+Contexts = Annotated[
+    str,
+    typer.Option("--context", help="Context lengths to measure, in tokens, separated by commas.", metavar="N[,N]"),
+]
+Against = Annotated[
+    str | None,
+    option(
+        "Also measure these engines, separated by commas: transformers, transformers-quantized, llama.cpp.",
+        metavar="P[,P]",
+    ),
+]
+Gguf = Annotated[str | None, option("The model as a GGUF file, for --against llama.cpp.", metavar="FILE")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results on stdout, one JSON object per line.")]
+Plot = Annotated[Path | None, option("Draw time against context length into this file.", metavar="PNG")]
 
 
 def _options(context: typer.Context) -> "tuple[Options, list[str]]":
-    """The options of the engine, and the formats to measure: the engine itself starts with the first of them."""
+    """The options of the engine, and the formats to measure. The engine starts with the first format."""
     formats = split_formats(context.params["kv_dtype"])
     context.params["kv_dtype"] = formats[0]
     for name in ("max_model_len", "max_num_seqs"):
         if context.params[name] != getattr(_DEFAULT, name):
-            raise UserError(f"--{name.replace('_', '-')} follows from --context and the benchmark: leave it out")
+            raise UserError(
+                f"--{name.replace('_', '-')} has no effect: the benchmark sets it from --context. Remove it."
+            )
     options = given_options(context, lambda _: {"max_num_seqs": 1})
     return options, formats if len(formats) > 1 else [options.engine.kv_dtype]
 
 
 def _engine(options: "Options", what: str, contexts: list[int], kv_dtype: str, rows: int = 1) -> "LLM":
-    """An engine as long as the benchmark needs, its weights shared by those that are measured."""
+    """An engine whose sequence length is what the benchmark needs. The measured engines share its weights."""
     from lean.eval.bench.model import bench_length, with_format
 
     config = with_format(replace(options.engine, max_num_seqs=1), kv_dtype)
@@ -59,15 +72,8 @@ def _engine(options: "Options", what: str, contexts: list[int], kv_dtype: str, r
     return start_engine(replace(options, engine=replace(config, max_model_len=length)))
 
 
-def split_formats(text: str) -> list[str]:
-    """``int8,k=int8,v=fp8,int4`` to formats; a comma before ``v=`` is part of one. Raises UserError."""
-    names = re.split(r",(?!\s*v=)", text)
-    for name in names:
-        parse_formats(name, BF16)
-    return [name.strip() for name in names]
-
-
 def _show(rows: "Iterable[BenchRow]", json: bool, plot: Path | None, title: str) -> None:
+    """Print rows as they are measured: with ``json`` on stdout, else a line each on stderr and a table at the end."""
     from lean.eval.bench.timing import draw_rows, print_rows
 
     done = []
@@ -76,43 +82,78 @@ def _show(rows: "Iterable[BenchRow]", json: bool, plot: Path | None, title: str)
         if json:
             print_rows([row], json_too=True)
         else:
-            beside = f", {row.peer} {row.peer_ms:.3g} ms: {row.ratio:.2f}x" if row.peer else ""
-            stderr.print(f"{row.name} {row.format} at {row.context:,}: {row.median_ms:.3g} ms{beside}")
+            peer = f"; {row.peer}: {row.peer_ms:.3g} ms ({row.ratio:.2f}x)" if row.peer else ""
+            stderr.print(f"{row.name} {row.format}, context {row.context:,}: {row.median_ms:.3g} ms{peer}")
     if not json:
         print_rows(done)
     if plot is not None:
         draw_rows(done, str(plot), title)
 
 
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in text.split(",")] if text else []
+def _peers(text: str | None) -> list[str]:
+    return read_items("--against", text) if text else []
+
+
+def _read_shape(text: str) -> "Shape":
+    """``32/8x128`` to a shape. Raises UserError."""
+    from lean.eval.bench.attention import Shape
+
+    match = re.fullmatch(r"(\d+)/(\d+)x(\d+)", text)
+    if match is None:
+        raise UserError(f"cannot read --shape {text!r}: write e.g. 32/8x128")
+    shape = Shape(*map(int, match.groups()))
+    if not shape.num_kv_heads or shape.num_q_heads % shape.num_kv_heads or shape.head_dim % 8:
+        raise UserError(
+            f"--shape {text}: the number of query heads must be a multiple of KV heads, and head_dim a multiple of 8"
+        )
+    return shape
+
+
+def _shape_of(model: str) -> "Shape":
+    """The shape of a model's first attention layer."""
+    from lean.eval.bench.attention import Shape
+    from lean.model.info import inspect_model
+    from lean.store.source import resolve
+
+    layer = inspect_model(resolve(model), EngineConfig()).layers[0]
+    return Shape(layer.num_q_heads, layer.num_kv_heads, layer.k_dim)
 
 
 @app.command()
 def attention(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Take heads and dims of this model.", show_default=False)
+        str | None,
+        typer.Argument(metavar="MODEL", help="Use the attention shape of this model.", show_default=False),
     ] = None,
     shape: Annotated[
-        str | None, option("Instead: query heads, KV heads and head_dim.", "9/3x64", metavar="Q/KxD")
+        str | None,
+        option("Attention shape, in place of MODEL: query heads, KV heads and head_dim.", "9/3x64", metavar="Q/KxD"),
     ] = None,
     kv_dtype: Formats = "bf16,int8,fp8,k8v4,int4",
     contexts: Contexts = "8192,32768",
-    residual: Annotated[str, typer.Option(help="Residual lengths.", metavar="R[,R]")] = "0,64",
+    residual: Annotated[
+        str, typer.Option(help="Residual lengths to measure, in tokens, separated by commas.", metavar="R[,R]")
+    ] = "0,64",
     against: Annotated[
-        str, typer.Option(help="sdpa (torch, bf16, enable_gqa), sdpa-folded (the heads of a group as rows), or none.")
+        str,
+        typer.Option(
+            help="Also measure PyTorch's attention in bf16; names separated by commas: sdpa (with enable_gqa), "
+            "sdpa-folded (the query heads that share a KV head become rows of one product), or none."
+        ),
     ] = "sdpa,sdpa-folded",
-    rounds: Annotated[int, typer.Option(help="Turns of every contender.")] = 9,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
-    threads: Annotated[int | None, option("CPU threads.", "torch's choice")] = None,
+    rounds: Annotated[int, typer.Option(help="Number of times that each candidate is measured.")] = 9,
+    device: Annotated[
+        str, typer.Option(help="Device to run on: auto (the first GPU, else the CPU), cpu, cuda, ...")
+    ] = "auto",
+    threads: Annotated[int | None, option("Number of CPU threads.", "chosen by torch")] = None,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Decode attention of one layer and one sequence, on memory that no cache holds, beside PyTorch's own."""
+    """Time the attention of one decode step: one layer, one sequence, K and V read from memory, not from CPU caches."""
     import torch
 
     from lean.device import choose_device
-    from lean.eval.bench.attention import PEERS, Shape, bench_attention
+    from lean.eval.bench.attention import PEERS, bench_attention
     from lean.kernels.ops import backend
 
     for name, number in (("threads", threads), ("rounds", rounds)):
@@ -120,32 +161,20 @@ def attention(
             raise UserError(f"--{name} {number} must be at least 1")
     if threads is not None:
         torch.set_num_threads(threads)
-    peers = [] if against == "none" else _names(against)
+    peers = [] if against == "none" else _peers(against)
     for peer in peers:
         if peer not in PEERS:
-            raise UserError(f"unknown peer {peer!r}: choose from {', '.join(PEERS)}, or none")
+            raise UserError(f"unknown peer {peer!r} in --against: choose from {', '.join(PEERS)}, or none")
     if model is not None and shape is not None:
         raise UserError("two shapes: give MODEL or --shape, not both")
-    if model is not None:
-        from lean.model.info import inspect_model
-        from lean.store.source import resolve
-
-        layer = inspect_model(resolve(model), EngineConfig()).layers[0]
-        chosen = Shape(layer.num_q_heads, layer.num_kv_heads, layer.k_dim)
-    else:
-        match = re.fullmatch(r"(\d+)/(\d+)x(\d+)", shape or "9/3x64")
-        if match is None:
-            raise UserError(f"cannot read --shape {shape!r}: write e.g. 32/8x128")
-        chosen = Shape(*map(int, match.groups()))
-        if not chosen.num_kv_heads or chosen.num_q_heads % chosen.num_kv_heads or chosen.head_dim % 8:
-            raise UserError(f"--shape {shape}: query heads must be a multiple of KV heads, head_dim one of 8")
+    chosen = _shape_of(model) if model is not None else _read_shape(shape or "9/3x64")
     place = choose_device(device)
     stderr.print(f"{backend(place)}; {torch.get_num_threads()} threads")
     rows = bench_attention(
         chosen,
-        read_numbers("context", contexts, 1),
+        read_numbers("--context", contexts, 1),
         ["bf16" if name == "auto" else name for name in split_formats(kv_dtype)],
-        read_numbers("residual", residual),
+        read_numbers("--residual", residual),
         peers,
         place,
         rounds=rounds,
@@ -165,7 +194,7 @@ def decode(
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Time per token of one sequence, behind contexts that are really filled."""
+    """Time per generated token of one sequence, with a context of the given length in the cache."""
     _bench_model("decode", context, contexts, against, gguf, plot, json)
 
 
@@ -181,7 +210,7 @@ def prefill(
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Time from a prompt to its first token."""
+    """Time from a prompt of the given length to the first token of the answer."""
     _bench_model("prefill", context, contexts, against, gguf, plot, json)
 
 
@@ -199,10 +228,10 @@ def _bench_model(
         return
     from lean.eval.bench.model import bench_decode, bench_prefill
 
-    numbers = read_numbers("context", contexts, 1)
+    numbers = read_numbers("--context", contexts, 1)
     llm = _engine(options, what, numbers, names[0])
     bench = bench_decode if what == "decode" else bench_prefill
-    rows = bench(llm, names, numbers, _names(against), gguf)
+    rows = bench(llm, names, numbers, _peers(against), gguf)
     _show(rows, json, plot, f"{llm.model.info.source.name}, {what}, ms {'per token' if what == 'decode' else ''}")
 
 
@@ -213,18 +242,18 @@ def batch(
     model: ModelArgument = None,
     kv_dtype: Formats = _DEFAULT.kv_dtype,
     contexts: Contexts = "2048",
-    sequences: Annotated[int, typer.Option(help="Sequences that decode together.")] = 8,
+    sequences: Annotated[int, typer.Option(help="Number of sequences that decode together.")] = 8,
     json: Json = False,
 ) -> None:
-    """What decoding many sequences together gives over one: the ratio is that of tokens per second."""
+    """Tokens per second of many sequences that decode together, compared with one sequence."""
     options, names = _options(context)
     if printed_config(context, options):
         return
     from lean.eval.bench.model import bench_batch
 
     if sequences < 2:
-        raise UserError(f"--sequences {sequences}: at least 2 make a batch")
-    numbers = read_numbers("context", contexts, 1)
+        raise UserError(f"--sequences {sequences} must be at least 2")
+    numbers = read_numbers("--context", contexts, 1)
     llm = _engine(options, "batch", numbers, names[0], sequences)
     _show(bench_batch(llm, names, numbers, sequences), json, None, "")
 
@@ -237,26 +266,25 @@ def profile(
     contexts: Contexts = "128,7500",
     json: Json = False,
 ) -> None:
-    """Where the time of a decode step goes."""
+    """Show how much time each part of a decode step takes."""
     options = given_options(context, lambda _: {"max_num_seqs": 1})
     if printed_config(context, options):
         return
-    from lean.cli.terminal import print_json
     from lean.eval.bench.profile import PARTS, STEPS_IN_ALL, profile
 
     if options.engine.compile:
-        raise UserError("the parts of a compiled step cannot be told apart: leave --compile out")
-    numbers = read_numbers("context", contexts, 1)
+        raise UserError("--compile: a compiled step cannot be divided into parts. Remove --compile.")
+    numbers = read_numbers("--context", contexts, 1)
     config = replace(options.engine, enforce_eager=True, max_model_len=max(numbers) + STEPS_IN_ALL)
     llm = start_engine(replace(options, engine=config))
     found: dict[int, dict[str, Any]] = {}
     for length in numbers:
-        stderr.print(f"profiling at {length:,} tokens")
+        stderr.print(f"measuring with a context of {length:,} tokens")
         found[length] = profile(llm, length)
     if json:
         print_json({"unit": "ms per step", "contexts": {str(length): parts for length, parts in found.items()}})
         return
     print("ms per step         " + "".join(f"{length:>10,}" for length in found))
     for part in (*PARTS, "whole"):
-        label = "a step, no clocks" if part == "whole" else part
+        label = "step without timers" if part == "whole" else part
         print(f"{label:20}" + "".join(f"{parts[part]:10.2f}" for parts in found.values()))

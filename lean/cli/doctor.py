@@ -1,4 +1,4 @@
-"""``lean doctor``: what this machine offers, which kernels serve it and why not others, and whether they are right."""
+"""``lean doctor``: checks packages, devices, storage and compute kernels of this machine."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ from lean.store.home import cache_dir
 
 Level = Literal["ok", "note", "problem"]
 
-# (package, oldest release that works, first one that is not tried yet, what it is for; "" : lean needs it)
+# (package, oldest release that works, first release that is not tested yet, purpose; "": lean needs it)
 _PACKAGES = (
     ("torch", "2.11", "2.16", ""),
     ("transformers", "5.17", "5.25", ""),
@@ -26,13 +26,13 @@ _PACKAGES = (
     ("matplotlib", "3.9", "4", "plots: pip install 'lean-inference[eval]'"),
 )
 _ISAS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
-# Largest error of a kernel against the reference, relative to the largest output: rounding of other summation orders.
+# Largest error of a kernel against the reference, relative to the largest output. Kernels add in another order.
 _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``mend``: what to do about it, empty where nothing is to be done."""
+    """One line of the report. ``mend``: what to do about it, empty if nothing needs to be done."""
 
     topic: str
     level: Level
@@ -46,10 +46,12 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def packages() -> Iterator[Finding]:
-    """Versions, beside those that lean is tried with."""
+    """Installed versions, compared with those that lean is tested with."""
     python = platform.python_version()
     tried = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    yield Finding("python", "ok" if tried else "note", python, "" if tried else "lean is tried with 3.11 to 3.13")
+    yield Finding(
+        "python", "ok" if tried else "note", python, "" if tried else "lean is tested with Python 3.11 to 3.13"
+    )
     for name, oldest, untried, purpose in _PACKAGES:
         try:
             found = version(name)
@@ -61,13 +63,13 @@ def packages() -> Iterator[Finding]:
         if _release(found) < _release(oldest):
             yield Finding(name, "problem", found, f"lean needs {oldest} or newer: pip install -U {name}")
         elif _release(found) >= _release(untried):
-            yield Finding(name, "note", f"{found}, newer than what lean is tried with")
+            yield Finding(name, "note", f"{found}, newer than the versions that lean is tested with")
         else:
             yield Finding(name, "ok", found)
 
 
 def _cpu_facts() -> str:
-    """Model name and the instruction sets that matter, where the system tells."""
+    """Model name and relevant instruction sets, as far as the system reports them."""
     name, flags = platform.processor() or platform.machine(), ""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -81,16 +83,18 @@ def _cpu_facts() -> str:
 
 
 def devices() -> Iterator[Finding]:
-    """What can compute here, and how much memory is free."""
+    """The CPU and the GPUs, and their free memory."""
     from lean.device import free_bytes
     from lean.units import mib
 
     yield Finding("cpu", "ok", f"{_cpu_facts()}; {mib(free_bytes(torch.device('cpu')))} free")
     if not torch.cuda.is_available():
         if torch.version.cuda or torch.version.hip:
-            yield Finding("gpu", "note", f"none that torch {torch.__version__} can use", "check the driver: nvidia-smi")
+            yield Finding(
+                "gpu", "note", f"no GPU that torch {torch.__version__} can use", "check the driver: nvidia-smi"
+            )
         else:
-            yield Finding("gpu", "note", "this torch is built for CPUs only", "a GPU needs its CUDA or ROCm build")
+            yield Finding("gpu", "note", "torch is built for CPUs only", "to use a GPU, install torch for CUDA or ROCm")
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -104,7 +108,7 @@ def devices() -> Iterator[Finding]:
 
 
 def storage() -> Iterator[Finding]:
-    """Where lean keeps models and verdicts."""
+    """The folder where lean keeps models and results of checks."""
     from lean.units import mib
 
     folder = cache_dir()
@@ -115,11 +119,11 @@ def storage() -> Iterator[Finding]:
     if os.access(there, os.W_OK):
         yield Finding("storage", "ok", f"{folder}, {mib(free)} free")
     else:
-        yield Finding("storage", "problem", f"{folder} cannot be written", "name another folder with LEAN_HOME")
+        yield Finding("storage", "problem", f"{folder} cannot be written", "set LEAN_HOME to another folder")
 
 
 def kernels() -> Iterator[Finding]:
-    """Which kernels serve each device, and whether they compute what the torch reference does."""
+    """The kernels of each device, and whether their results agree with the torch reference."""
     from lean.kernels.ops import backend
 
     for name in ["cpu"] + ["cuda"] * torch.cuda.is_available():
@@ -127,7 +131,7 @@ def kernels() -> Iterator[Finding]:
         try:
             serving = backend(device)
         except ValueError as error:
-            yield Finding("kernels", "problem", str(error), "unset the variable")
+            yield Finding("kernels", "problem", str(error), "unset the variable LEAN_KERNELS")
             continue
         reference = serving.startswith("torch reference")
         yield Finding("kernels", "note" if reference else "ok", f"{name}: {serving}")
@@ -138,7 +142,7 @@ def kernels() -> Iterator[Finding]:
 def _check_kernels(device: torch.device, serving: str) -> Finding:
     from lean.kernels.check import worst_error
 
-    way_out = "run with LEAN_KERNELS=reference, and report this"
+    mend = "set LEAN_KERNELS=reference, and report this"
     worst = 0.0
     for kv_dtype in ("bf16", "int8", "fp8", "int4", "k8v4"):
         for dtype, tolerance in _TOLERANCE.items():
@@ -147,12 +151,14 @@ def _check_kernels(device: torch.device, serving: str) -> Finding:
             try:
                 error = worst_error(device, kv_dtype, dtype)
             except Exception as failure:
-                return Finding("kernels", "problem", f"{serving} fails for {kv_dtype}: {one_line(failure)}", way_out)
+                return Finding("kernels", "problem", f"{serving} fails for {kv_dtype}: {one_line(failure)}", mend)
             if not error <= tolerance:
                 what = f"{serving} is off by {error:.2g} for {kv_dtype} with {dtype} queries"
-                return Finding("kernels", "problem", what, way_out)
+                return Finding("kernels", "problem", what, mend)
             worst = max(worst, error)
-    return Finding("kernels", "ok", f"{serving}: five formats agree with the torch reference (worst {worst:.1g})")
+    return Finding(
+        "kernels", "ok", f"{serving}: five formats agree with the torch reference (largest error {worst:.1g})"
+    )
 
 
 def build_kernels() -> Finding:
@@ -162,12 +168,12 @@ def build_kernels() -> Finding:
     try:
         return Finding("build", "ok", f"compiled {build()}")
     except BuildError as error:
-        mend = "install g++ or clang++, then lean doctor --build" if sys.platform == "linux" else ""
+        mend = "install g++ or clang++, then run lean doctor --build" if sys.platform == "linux" else ""
         return Finding("build", "problem", str(error), mend)
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, in the order in which they are read."""
+    """All findings, in the order of the report."""
     for part in (packages, devices, storage, kernels):
         yield from part()
 

@@ -1,4 +1,4 @@
-"""``lean eval``: what its commands share."""
+"""``lean eval``: the parts that its commands share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +21,25 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Measure what a cache costs in accuracy, computed through that cache.",
+    help="Measure how much accuracy a KV cache configuration costs. Every token is computed through that cache.",
 )
 
-TextFile = Annotated[Path | None, option("A UTF-8 text file of yours.", metavar="FILE")]
+TextFile = Annotated[Path | None, option("Measure on this UTF-8 text file.", metavar="FILE")]
 CorpusName = Annotated[
-    str | None, option("python-docs (Python's help topics, always there) or wikitext2.", "python-docs", metavar="NAME")
+    str | None,
+    option(
+        "Measure on a known text: python-docs (Python's help topics, no download) or wikitext2.",
+        "python-docs",
+        metavar="NAME",
+    ),
 ]
-Bos = Annotated[str, typer.Option(help="Where a BOS goes: first (before the text), every (sequence), none.")]
+Bos = Annotated[
+    str,
+    typer.Option(
+        help="Where a beginning-of-sequence token goes: first (start of the text), every (start of every "
+        "sequence) or none."
+    ),
+]
 
 
 def read_corpus(text: Path | None, corpus: str | None) -> "Corpus":
@@ -41,26 +52,20 @@ def read_corpus(text: Path | None, corpus: str | None) -> "Corpus":
 
 
 def read_options(context: typer.Context, sequences: int = 1) -> "Options":
-    """Options of an evaluation that runs so many sequences at a time where nothing else is said."""
+    """The options of an evaluation. ``sequences``: the default of max_num_seqs."""
     return given_options(context, lambda _: {"max_num_seqs": sequences})
 
 
 def start_engine(options: "Options") -> "LLM":
+    """Load the model that the options name."""
     from lean.store.source import resolve
 
     name = choose_model(options.model)
     return start(name, resolve(name, trust_remote_code=options.engine.trust_remote_code), options)
 
 
-def printed_config(context: typer.Context, options: "Options") -> bool:
-    """Whether only the options were asked for."""
-    if context.params["print_config"]:
-        print(options.to_yaml(), end="")
-    return bool(context.params["print_config"])
-
-
 def config_report(llm: "LLM") -> dict[str, Any]:
-    """What a result holds for: the options as they were, and what they became."""
+    """The options, device and versions that a result was measured with."""
     import torch
     import transformers
 
@@ -77,19 +82,8 @@ def config_report(llm: "LLM") -> dict[str, Any]:
 
 @contextmanager
 def progress_bar(what: str, total: int, of: str = "tokens") -> Iterator[Any]:
-    """A bar on stderr with the remaining time; yields the function that is told how many more are done."""
+    """A bar on stderr with the remaining time. Yields a function; call it with the number of newly finished items."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(f"{{task.completed:,}}/{{task.total:,}} {of}"))
     with Progress(*columns, TimeRemainingColumn(), console=stderr, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
-
-
-def read_numbers(name: str, text: str, at_least: int = 0) -> list[int]:
-    """``512,2048`` to numbers. Raises UserError."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"cannot read --{name} {text!r}: write whole numbers, e.g. 512,2048") from None
-    if min(numbers) < at_least:
-        raise UserError(f"--{name} {min(numbers)} must be at least {at_least}")
-    return numbers

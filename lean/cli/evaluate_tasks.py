@@ -5,19 +5,19 @@ from typing import Annotated
 
 import typer
 
+from lean.cli.engine_flags import engine_flags
 from lean.cli.evaluate import (
     CorpusName,
     TextFile,
     app,
     config_report,
-    printed_config,
     progress_bar,
     read_corpus,
-    read_numbers,
     read_options,
     start_engine,
 )
-from lean.cli.flags import Json, ModelArgument, engine_flags, given_options, option
+from lean.cli.flags import Json, ModelArgument, given_options, option, printed_config
+from lean.cli.lists import read_items, read_numbers
 from lean.cli.terminal import print_json
 from lean.errors import UserError
 
@@ -29,29 +29,33 @@ def needle(
     model: ModelArgument = None,
     text: TextFile = None,
     corpus: CorpusName = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the whole prompt, separated by commas.")] = "512,2048",
-    depths: Annotated[str, typer.Option(help="Where the line is hidden, in percent of the text.")] = "0,25,50,75,100",
-    trials: Annotated[int, typer.Option(help="Lines asked for per length and depth.")] = 4,
-    seed: Annotated[int, typer.Option(help="Other lines, at other places of the text.")] = 0,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths to test, in tokens, separated by commas.")] = "512,2048",
+    depths: Annotated[
+        str, typer.Option(help="Positions of the hidden line to test, in percent of the text, separated by commas.")
+    ] = "0,25,50,75,100",
+    trials: Annotated[int, typer.Option(help="Number of hidden lines to ask for, for each length and depth.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed that selects the hidden lines and the part of the text.")] = 0,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--no-chat", help="Ask through its template.", show_default="where one is"),
+        typer.Option(
+            "--chat/--no-chat", help="Ask through the model's chat template.", show_default="on if the model has one"
+        ),
     ] = None,
-    plot: Annotated[Path | None, option("Draw the map there.", metavar="PNG")] = None,
+    plot: Annotated[Path | None, option("Draw the results into this file.", metavar="PNG")] = None,
     json: Json = False,
 ) -> None:
-    """Does the model find a line again that was hidden in a long text? Shows what windows forget and formats blur."""
+    """Needle-in-a-haystack test: hide a line in a long text and ask the model for it."""
     options = read_options(context, max(1, trials))
     if printed_config(context, options):
         return
     from lean.eval.score.needle import draw_map, needle_report, print_map, run_needle
 
-    wanted = read_numbers("lengths", lengths), read_numbers("depths", depths)
+    wanted = read_numbers("--lengths", lengths), read_numbers("--depths", depths)
     source = read_corpus(text, corpus)
     llm = start_engine(options)
     total = len(wanted[0]) * len(wanted[1]) * trials
-    with progress_bar("asking", total, "needles") as told:
-        cells = list(run_needle(llm, source.text, *wanted, trials=trials, seed=seed, chat=chat, progress=told))
+    with progress_bar("asking", total, "needles") as progress:
+        cells = list(run_needle(llm, source.text, *wanted, trials=trials, seed=seed, chat=chat, progress=progress))
     title = f"{llm.model.info.source.name}, KV {options.engine.kv_dtype}"
     if plot is not None:
         draw_map(cells, str(plot), title)
@@ -67,15 +71,26 @@ def tasks(
     context: typer.Context,
     model: ModelArgument = None,
     names: Annotated[
-        str, option("lm-eval tasks, or lean_cloze, which needs no download.", "lean_cloze", "--tasks", metavar="T[,T]")
+        str,
+        option(
+            "Tasks to run, separated by commas: names of lm-evaluation-harness, or lean_cloze (no download).",
+            "lean_cloze",
+            "--tasks",
+            metavar="T[,T]",
+        ),
     ] = "lean_cloze",
-    num_fewshot: Annotated[int | None, option("Examples before every item.", "as the task says")] = None,
-    limit: Annotated[float | None, option("Only so many items of each task; below 1: that share.", "all")] = None,
-    include_path: Annotated[Path | None, option("A folder with more tasks.", metavar="DIR")] = None,
+    num_fewshot: Annotated[
+        int | None, option("Number of solved examples before every item.", "set by the task")
+    ] = None,
+    limit: Annotated[
+        float | None,
+        option("Use only the first N items of each task. Below 1: this fraction of the items.", "all", metavar="N"),
+    ] = None,
+    include_path: Annotated[Path | None, option("Folder with additional task files.", metavar="DIR")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
     json: Json = False,
 ) -> None:
-    """Tasks of lm-evaluation-harness, every item read through the cache."""
+    """Run tasks of lm-evaluation-harness."""
     options = given_options(context)
     if printed_config(context, options):
         return
@@ -83,7 +98,7 @@ def tasks(
         raise UserError(f"--limit {limit:g} must be positive")
     from lean.eval.tasks import check_tasks, run_tasks
 
-    wanted = [name.strip() for name in names.split(",")]
+    wanted = read_items("--tasks", names)
     check_tasks(wanted, include_path)
     llm = start_engine(options)
     number = int(limit) if limit is not None and limit >= 1 else limit

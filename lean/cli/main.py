@@ -10,21 +10,23 @@ from typing import Annotated, NoReturn
 import typer
 
 from lean.cli import bench, evaluate
-from lean.cli import evaluate_tasks as _evaluate_tasks  # noqa: F401  these two add their commands to `evaluate.app`
+from lean.cli import evaluate_tasks as _evaluate_tasks  # noqa: F401  adds its commands to `evaluate.app`
 from lean.cli import evaluate_text as _evaluate_text  # noqa: F401
-from lean.cli.flags import Json, ModelArgument, choose_model
+from lean.cli.flags import Json
+from lean.cli.models import info, models, pull, rm
 from lean.cli.run import run
 from lean.cli.signals import INTERRUPTED, interruptible, leave
 from lean.cli.sweep import sweep
-from lean.cli.terminal import print_json, stderr
+from lean.cli.terminal import print_json
 from lean.errors import LeanError
-from lean.store.pull import ARTEFACTS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(run)
 app.add_typer(evaluate.app, name="eval")
 app.command()(sweep)
 app.add_typer(bench.app, name="bench")
+for _command in (pull, models, rm, info):
+    app.command()(_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -35,57 +37,11 @@ def _root(context: typer.Context) -> None:
 
 
 @app.command()
-def pull(name: Annotated[str, typer.Argument(metavar="NAME", help=f"A known name: {', '.join(ARTEFACTS)}.")]) -> None:
-    """Fetch a known model and check it; prints its folder. Models of the hub are fetched on first use."""
-    from lean.store.pull import pull as fetch
-
-    print(fetch(name, progress=True))
-
-
-@app.command()
-def models(json: Json = False) -> None:
-    """List the models on this machine: those pulled, and those in the hub's cache."""
-    from lean.store.installed import list_models, models_report, print_models
-
-    found = list_models()
-    if json:
-        print_json({"models": models_report(found)})
-    else:
-        print_models(found)
-
-
-@app.command()
-def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `lean models` shows.")]) -> None:
-    """Delete a model from this machine."""
-    from lean.store.installed import remove_model
-    from lean.units import mib
-
-    stderr.print(f"{name} removed, {mib(remove_model(name))} freed")
-
-
-@app.command()
-def info(
-    model: ModelArgument = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
-    json: Json = False,
-) -> None:
-    """Show what a model is and what its KV cache costs in each format. Fetches it where needed, reads no weights."""
-    name = choose_model(model)
-    from lean.report import model_report, print_model_report
-
-    report = model_report(name, trust_remote_code)
-    if json:
-        print_json(report)
-    else:
-        print_model_report(report)
-
-
-@app.command()
 def doctor(
-    build: Annotated[bool, typer.Option("--build", help="Compile the C++ kernels first.")] = False,
+    build: Annotated[bool, typer.Option("--build", help="Compile the C++ kernels before the checks.")] = False,
     json: Json = False,
 ) -> None:
-    """Check this machine: versions, devices, which kernels serve them and why not others, and that these are right."""
+    """Check this machine: package versions, devices, storage, and whether the compute kernels give correct results."""
     from lean.cli.doctor import build_kernels, doctor_report, examine
 
     findings = []
@@ -102,7 +58,7 @@ def doctor(
 
 
 def _quiet_libraries() -> None:
-    """Libraries' progress bars and hints are not ours to show; their warnings about a model are, on stderr."""
+    """Hide hints of libraries. Their warnings go to stderr."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -110,10 +66,10 @@ def _quiet_libraries() -> None:
 
 
 def main() -> None:
-    """Entry point: run the command; every error meant for the user becomes one line and its exit code."""
+    """Entry point: run the command. Print errors for the user as one line on stderr, and exit with their code."""
     _quiet_libraries()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show a character
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # for terminals that cannot show a character
     try:
         with interruptible():
             code = app(prog_name="lean", standalone_mode=False)
@@ -123,14 +79,14 @@ def main() -> None:
         code = INTERRUPTED
     except Exception as error:
         if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error):
-            _exit("out of memory: lower --kv-memory, --max-model-len or --prefill-chunk, or take a smaller model", 1)
-        if not hasattr(error, "format_message"):  # not one of the command line parser's
+            _exit("out of memory: lower --kv-memory, --max-model-len or --prefill-chunk, or use a smaller model", 1)
+        if not hasattr(error, "format_message"):  # not an error of the command line parser
             raise
         context = getattr(error, "ctx", None)
         _exit(f"{error.format_message()} (see {context.command_path if context else 'lean'} --help)", 2)
     if code == INTERRUPTED:
-        # Not through the interpreter's end: it would take its time with torch's modules, and turn the code into a
-        # signal's where the interrupt passed through Python code that a C library ran.
+        # Do not wait for the interpreter to exit: freeing torch's modules takes time, and the exit code becomes that of
+        # a signal if the interrupt passed through Python code that a C library called.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end the command within two seconds, wherever it is."""
+"""SIGINT and SIGTERM end the command within two seconds, also during a long call of a library."""
 
 import os
 import signal
@@ -11,24 +11,24 @@ from typing import NoReturn
 GRACE_S = 1.5
 INTERRUPTED = 130
 
-_deadly: set[int] = set()  # signals after which the process may not go on
-_arrived = _heeded = 0  # signals that came; those that somebody took who may go on
+_deadly: set[int] = set()  # signals that must end the process
+_arrived = _heeded = 0  # signals that arrived; signals that were handled by code that may continue
 
 
 def leave() -> NoReturn:
-    """End the process at once; what was printed and flushed is printed."""
+    """End the process at once. Output that is not flushed is lost."""
     os.write(2, b"lean: interrupted\n")
     os._exit(INTERRUPTED)
 
 
 def _leave_unless_heeded(arrived: int) -> None:
-    """Whatever the main thread is in, e.g. a library's long call."""
+    """Runs in a timer's thread: the main thread may be inside a long call of a library."""
     if _heeded < arrived:
         leave()
 
 
 def _watch(arrivals: int) -> None:
-    """Python runs signal handlers between two of its own instructions only; this thread hears of them at once."""
+    """Start a timer for each signal. Python runs handlers only between bytecodes; this thread sees signals at once."""
     global _arrived
     while numbers := os.read(arrivals, 64):
         _arrived += len(numbers)
@@ -51,7 +51,7 @@ def _heed(signum: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Both signals raise KeyboardInterrupt, and end the process where that takes too long."""
+    """Both signals raise KeyboardInterrupt. If the process has not ended after GRACE_S seconds, it is ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,7 +76,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def own_interrupt() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, and whoever catches it may go on."""
+    """SIGINT raises KeyboardInterrupt, and the code that catches it may continue."""
     deadly = signal.SIGINT in _deadly
     _deadly.discard(signal.SIGINT)
     kept = signal.signal(signal.SIGINT, _heed)
@@ -90,7 +90,7 @@ def own_interrupt() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
-    """The first SIGINT only sets the event; the next one interrupts."""
+    """The first SIGINT sets the event; the next one raises KeyboardInterrupt."""
     event = threading.Event()
 
     def note(signum: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Where the command writes: answers and JSON on stdout, everything else on stderr."""
+"""Output of the command: answers and JSON go to stdout, everything else to stderr."""
 
 import json
 import sys
@@ -10,6 +10,6 @@ stderr = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object on one line, in ASCII where the terminal knows no more."""
+    """Print one object on one line; in ASCII unless stdout is UTF-8."""
     unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(json.dumps(value, ensure_ascii=not unicode, allow_nan=False))

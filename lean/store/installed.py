@@ -19,7 +19,6 @@ from lean.store.checkpoint import CONFIG, INDEX, SINGLE
 from lean.store.home import cache_dir, exclusive
 from lean.store.pull import ARTEFACTS, MANIFEST, WAITING, is_complete
 from lean.store.source import HUB_ID
-from lean.units import mib
 
 log = logging.getLogger("lean")
 
@@ -67,65 +66,16 @@ def remove_model(name: str) -> int:
     models = list_models()
     model = next((model for model in models if model.name == name), None)
     if model is None:
-        there = ", ".join(_shown(model.name) for model in models)
+        there = ", ".join(printable(model.name) for model in models)
         raise ModelError(f"no model {one_line(name)!r} is on disk; models on disk: {there or 'none'}")
     try:
         return _remove_pulled(model) if model.origin == "pulled" else _remove_hub(model)
     except OSError as error:
         where = f" ({one_line(error.filename)})" if error.filename else ""
-        raise ModelError(f"cannot remove {_shown(name)}: {error.strerror or one_line(error)}{where}") from error
+        raise ModelError(f"cannot remove {printable(name)}: {error.strerror or one_line(error)}{where}") from error
 
 
-def models_report(models: list[StoredModel]) -> list[dict[str, Any]]:
-    """The objects of ``models --json``."""
-    return [
-        {
-            "name": model.name,
-            "origin": model.origin,
-            "folder": str(model.folder),
-            "bytes": model.nbytes,
-            "architecture": model.architecture,
-            "model_type": model.model_type,
-            "dtype": model.dtype,
-            "complete": model.complete,
-        }
-        for model in models
-    ]
-
-
-def print_models(models: list[StoredModel]) -> None:
-    """The same as a table on stdout; where that is no terminal, one line a model, however long."""
-    from rich.console import Console
-    from rich.table import Table
-
-    if not models:
-        print(f"no models yet: lean pull {next(iter(ARTEFACTS))}")
-        return
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 10_000
-    table = Table(box=None, pad_edge=False)
-    for title in ("name", "architecture", "dtype", "size", "origin", "folder"):
-        table.add_column(
-            title,
-            justify="right" if title == "size" else "left",
-            no_wrap=title in ("name", "size"),
-            overflow="fold",
-        )
-    for model in models:
-        folder = str(model.folder) + (f" -> {os.readlink(model.folder)}" if model.folder.is_symlink() else "")
-        table.add_row(
-            _shown(model.name),
-            _shown(model.architecture or model.model_type or "?"),
-            _shown(model.dtype or "?"),
-            mib(model.nbytes),
-            model.origin + ("" if model.complete else ", incomplete"),
-            _shown(folder),
-        )
-    console.print(table)
-
-
-def _shown(text: str) -> str:
+def printable(text: str) -> str:
     """Text of files and folders for a terminal, which must not take orders from it."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 

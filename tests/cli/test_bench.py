@@ -4,9 +4,7 @@ import json
 
 import pytest
 from commands import lean, refused
-from helpers import refusal
 
-from lean.cli.bench import split_formats
 from lean.eval.bench.profile import PARTS
 from lean.eval.bench.timing import Timing, draw_rows, take_turns
 
@@ -61,7 +59,7 @@ def test_attention_rows_name_formats_residuals_and_peers():
 
 
 def test_attention_contenders_compute_the_same():
-    """The peers attend to the same keys: a benchmark that is blind to wrong results would not notice."""
+    """lean and the peers attend to the same keys, so their outputs agree."""
     import torch
 
     from lean.eval.bench.attention import Shape, lean_calls, sdpa_calls
@@ -153,9 +151,10 @@ def test_spread_is_half_the_middle_half_over_the_median():
     assert Timing.of([1.0]) == Timing(1.0, 0.0)
 
 
-def test_formats_with_commas_are_read_whole():
-    assert split_formats("int8,k=int8,v=fp8,auto") == ["int8", "k=int8,v=fp8", "auto"]
-    assert "unknown KV format" in refusal(split_formats, "int8,int3")
+def test_a_pair_of_formats_is_measured_whole_in_either_order(folder):
+    found = rows("bench", "decode", folder, "--kv-dtype", "v=int4,k=int8,k=fp8,v=int4,bf16", "--context", "30")
+    assert [row["format"] for row in found] == ["v=int4,k=int8", "k=fp8,v=int4", "bf16"]
+    assert "unknown KV format" in refused("bench", "decode", folder, "--kv-dtype", "int8,int3")
 
 
 def test_formats_beside_each_other_keep_the_options_that_apply_to_them(folder):

@@ -1,4 +1,4 @@
-"""A conversation: every turn appends to what the cache holds, and the terminal never loses it."""
+"""A conversation: every turn appends to what the cache holds. The terminal's commands, and its errors."""
 
 import io
 import json
@@ -9,7 +9,8 @@ from rich.console import Console
 from tokenizers import AddedToken
 
 from lean import LLM, EngineConfig, SamplingParams
-from lean.cli.chat import Conversation, talk
+from lean.cli.chat import talk
+from lean.conversation import Conversation
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""``lean doctor`` says what is wrong and what to do; kernels that compute something else are found."""
+"""``lean doctor`` reports problems and what to do, and finds kernels that compute wrong results."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_wrong_outputs_and_wrong_bytes_are_found(monkeypatch):
     assert check.worst_error(CPU, "int8", torch.float32) == float("inf")
 
 
-def test_a_broken_kernel_is_a_problem_with_a_way_out(monkeypatch):
+def test_a_broken_kernel_is_a_problem_and_the_report_says_what_to_do(monkeypatch):
     monkeypatch.setattr("lean.kernels.check.worst_error", lambda *_: 0.5)
     found = doctor._check_kernels(CPU, "fast kernels")
     assert (found.level, "LEAN_KERNELS=reference" in found.mend) == ("problem", True)
@@ -47,7 +47,7 @@ def test_a_broken_kernel_is_a_problem_with_a_way_out(monkeypatch):
     assert "fails for bf16: no luck" in doctor._check_kernels(CPU, "fast kernels").text
 
 
-def test_versions_that_are_missing_too_old_or_untried_are_said(monkeypatch):
+def test_versions_that_are_missing_too_old_or_untested_are_reported(monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: {"torch": "2.9.1", "transformers": "9.0"}.get(name, "0.50.2"))
     found = {finding.topic: finding for finding in doctor.packages()}
     assert (found["torch"].level, found["transformers"].level) == ("problem", "note")

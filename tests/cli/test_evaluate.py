@@ -29,7 +29,7 @@ def text(tmp_path):
     return str(file)
 
 
-def test_ppl_tells_what_its_figures_hold_for(folder, text):
+def test_ppl_reports_its_figures_and_the_configuration_they_hold_for(folder, text):
     report = told("eval", "ppl", folder, "--text", text, "--context", "64", "--stride", "32", "--curve")
     assert report.keys() >= PPL_KEYS
     assert (report["context"], report["stride"], report["bos"], report["chunk"]) == (64, 32, "first", 512)
@@ -43,7 +43,7 @@ def test_ppl_tells_what_its_figures_hold_for(folder, text):
     assert "context 64, stride 32, chunk 512, BOS first" in printed
 
 
-def test_kld_tells_the_floor_the_layers_and_where_answers_part(folder, text):
+def test_kld_reports_the_floor_the_layers_and_where_answers_first_differ(folder, text):
     args = ("eval", "kld", folder, "--text", text, "--kv-dtype", "int4", "--max-tokens", "200", "--per-layer")
     report = told(*args, "--greedy", "2", "--greedy-tokens", "8")
     assert report.keys() >= KLD_KEYS
@@ -56,13 +56,13 @@ def test_kld_tells_the_floor_the_layers_and_where_answers_part(folder, text):
     assert "--kv-skip-layers" in printed
 
 
-def test_kld_of_a_window_is_against_everything_in_sight(folder, text):
+def test_kld_of_a_window_is_measured_against_full_attention(folder, text):
     args = ("eval", "kld", folder, "--text", text, "--kv-dtype", "fp32", "--dtype", "float32")
     assert told(*args)["kld_mean"] < 1e-6
     assert told(*args, "--window", "64")["kld_mean"] > 1e-6
 
 
-def test_kld_of_too_long_a_context_is_refused_and_memory_is_for_what_is_read(folder, text):
+def test_kld_refuses_too_long_a_context_and_takes_memory_only_for_the_text_it_reads(folder, text):
     assert "--context 600" in refused("eval", "kld", folder, "--text", text, "--context", "600")
     assert "--context 0" in refused("eval", "kld", folder, "--text", text, "--context", "0")
     report = told("eval", "kld", folder, "--text", text, "--max-tokens", "100", "--window", "64", "--kv-memory", "1MiB")
@@ -89,7 +89,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(folder, text, command):
 
 
 def test_non_finite_weights_end_the_evaluation(tmp_path, text):
-    """N14: at the first chunk, with layer and step, and never as NaN in JSON."""
+    """The error names step and layer of the first chunk. JSON never holds NaN."""
     from safetensors.torch import load_file, save_file
 
     folder = tiny_checkpoint(tmp_path / "model", "llama")
@@ -102,7 +102,7 @@ def test_non_finite_weights_end_the_evaluation(tmp_path, text):
 
 
 def test_gemma_in_half_precision_is_finite_or_refused(tmp_path, text):
-    """N16: embeddings too large for float16 end with an error, not with NaN; bfloat16 takes them."""
+    """Embeddings that overflow float16 end with an error, not with NaN; bfloat16 can hold them."""
     from safetensors.torch import load_file, save_file
 
     folder = tiny_checkpoint(tmp_path / "model", "gemma3")

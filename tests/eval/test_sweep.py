@@ -16,7 +16,7 @@ from helpers import refusal
 import lean.eval.sweep.run as sweep_module
 from lean import EngineConfig
 from lean.cache.plan import plan_cache
-from lean.cli.sweep import _formats
+from lean.cli.sweep import _read_grid
 from lean.cli.sweep import sweep as command
 from lean.errors import ConfigError, LeanError, UserError
 from lean.eval.corpus import Corpus
@@ -311,7 +311,7 @@ def test_without_matplotlib_nothing_runs(lean, tmp_path, monkeypatch):
         ((), "--out DIR is missing"),
         (("--out", "o", "--kv-dtype", "int4"), "use --formats"),
         (("--out", "o", "--window", "64"), "use --windows"),
-        (("--out", "o", "--windows", "many"), "'many' is no whole number"),
+        (("--out", "o", "--windows", "many"), "'many' is not a whole number"),
         (("--out", "o", "--formats", "int8,,int4"), "commas between"),
         (("--out", "o", "--formats", "int9"), "int9"),
         (("--out", "o", "--text", "t", "--corpus", "python-docs"), "two texts"),
@@ -326,9 +326,12 @@ def test_what_makes_no_sense_is_one_line(lean, arguments, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_format_of_two_parts_is_one_item():
-    assert _formats("int8,k=int8,v=fp8,int4") == ("int8", "k=int8,v=fp8", "int4")
-    assert _formats("k=fp8,v=int4") == ("k=fp8,v=int4",)
+def test_a_pair_of_formats_is_one_item_in_either_order():
+    def formats(text):
+        return _read_grid(text, "none", "0", None, None, "first").formats
+
+    assert formats("int8,k=int8,v=fp8,v=int4,k=int8,int4") == ("int8", "k=int8,v=fp8", "v=int4,k=int8", "int4")
+    assert formats("k=fp8,v=int4") == ("k=fp8,v=int4",)
 
 
 @pytest.mark.slow

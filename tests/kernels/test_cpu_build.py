@@ -90,7 +90,7 @@ def test_the_doctor_notes_missing_kernels_and_says_why_a_build_fails(monkeypatch
     assert [finding.level for finding in found] == ["note"]
     assert "install g++" in found[0].text
     failed = doctor.build_kernels()
-    assert (failed.level, failed.mend) == ("problem", "install g++ or clang++, then lean doctor --build")
+    assert (failed.level, failed.mend) == ("problem", "install g++ or clang++, then run lean doctor --build")
 
 
 def test_without_a_library_the_reference_serves(nothing_built):

@@ -6,7 +6,8 @@ import shutil
 import pytest
 from stored import CHECKPOINT, COMMIT, CONFIG, NAME, OTHER, listed, write_model, write_repo
 
-from lean.store.installed import list_models, models_report, print_models
+from lean.cli.models import models_report, print_models
+from lean.store.installed import list_models
 from lean.store.pull import MANIFEST
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -26,3 +26,12 @@ def refused(*args):
         lean(*args)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def assert_refused(result, word, lines=1):
+    """``result``: (exit code, stdout, stderr) of a command that ended with one line about a mistake of the user."""
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == lines
+    assert err.splitlines()[-1].startswith("lean: ")
+    assert word in err

@@ -211,7 +211,7 @@ WRONG = [
     ({"kv_layers": "0-2:int4,2:fp8"}, "layer 2 is named twice"),
     ({"kv_layers": "0-2:int4", "kv_skip_layers": "-2"}, "layer 2 is named twice"),
     ({"kv_layers": "3-1:int4"}, "3-1"),
-    ({"kv_skip_layers": "0-3", "kv_residual_length": 8}, "no meaning"),
+    ({"kv_skip_layers": "0-3", "kv_residual_length": 8}, "no effect"),
     ({"kv_skip_layers": "0,1,2,3", "sinks": 4}, "sinks 4"),
 ]
 

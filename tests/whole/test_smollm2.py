@@ -136,7 +136,7 @@ RESIDENT = """
     from lean import LLM, EngineConfig, SamplingParams
     from lean.eval.corpus import python_docs
     from lean.store.pull import pull
-    from lean.report import score_workspace_bytes
+    from lean.scoring import score_workspace_bytes
 
     def start(**options):
         llm = LLM(str(pull("smollm2-135m")), EngineConfig(max_num_seqs=1, threads=2, **options))
@@ -148,7 +148,7 @@ RESIDENT = """
 SCORE = """
     llm, ids, before = start()
     llm.score(ids)
-    print(resident.peak() - before, llm.size.nbytes, score_workspace_bytes(llm))
+    print(resident.peak() - before, llm.size.nbytes, score_workspace_bytes(llm.model))
 """
 DECODE = """
     llm, ids, before = start(**OPTIONS)

@@ -1,0 +1,215 @@
+"""The flags of the engine, its cache and its sampler: one flag per field of EngineConfig and SamplingParams."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lean.cli.flags import Command, flag_group, option
+from lean.config import DEFAULT_CHAT_MAX_TOKENS, DEFAULT_MAX_TOKENS, KV_DTYPE_HELP, EngineConfig
+from lean.kernels.layout import BLOCK_SIZES
+
+_DEFAULT = EngineConfig()
+_GENERATION_CONFIG = "from the model's generation_config.json"
+
+
+@flag_group("Sampling")
+def sampling_flags(
+    max_tokens: Annotated[
+        int,
+        option("Maximum number of tokens to generate.", f"{DEFAULT_MAX_TOKENS}; in a chat {DEFAULT_CHAT_MAX_TOKENS}"),
+    ] = DEFAULT_MAX_TOKENS,
+    temperature: Annotated[
+        float | None,
+        option("Sampling temperature. 0: always take the most likely token.", f"{_GENERATION_CONFIG}, else 0"),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        option(
+            "Sample from the smallest set of tokens whose total probability reaches TOP_P.",
+            _GENERATION_CONFIG,
+            metavar="TOP_P",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, option("Sample from the K most likely tokens; 0: from all tokens.", _GENERATION_CONFIG, metavar="K")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        option(
+            "Drop tokens whose probability is below MIN_P times that of the most likely token.",
+            _GENERATION_CONFIG,
+            metavar="MIN_P",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        option(
+            "Above 1: make tokens that are already in the prompt or the answer less likely.",
+            f"{_GENERATION_CONFIG}, else 1",
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtract this from the logit of each token that is already in the answer.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtract this from a token's logit once for each time it is already in the answer.")
+    ] = 0.0,
+    seed: Annotated[
+        int | None, option("Seed of the random numbers: the same seed gives the same answer.", "random")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", help="Number of answers to each prompt.")] = 1,
+    stop: Annotated[
+        list[str] | None,
+        option(
+            "Stop when this text is generated, and leave it out of the answer. Can be given several times.",
+            metavar="TEXT",
+        ),
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence tokens.")] = False,
+    logprobs: Annotated[
+        int | None,
+        option(
+            "With --json: report the log-probability of each token, and of the N most likely tokens in its place.",
+            metavar="N",
+        ),
+    ] = None,
+) -> None:
+    """A signature only: fields of SamplingParams."""
+
+
+@flag_group("KV cache")
+def _cache_flags(
+    kv_dtype: Annotated[str, typer.Option(help=KV_DTYPE_HELP)] = _DEFAULT.kv_dtype,
+    kv_layers: Annotated[
+        str | None,
+        option(
+            "KV formats of single layers or ranges of layers, e.g. '0-1:bf16,2-15:k8v4,16-:int4'. "
+            "Other layers use --kv-dtype."
+        ),
+    ] = None,
+    kv_skip_layers: Annotated[
+        str | None,
+        option(
+            "Layers whose K and V are not quantized, e.g. 0,1,-1. Negative numbers count from the last layer.",
+            metavar="LAYERS",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        option("Attend only to the last N tokens and the attention sinks; memory stays constant.", "none", metavar="N"),
+    ] = None,
+    kv_residual_length: Annotated[
+        int | None,
+        option("Keep K and V of the last N tokens unquantized.", "64 for quantized formats, else 0", metavar="N"),
+    ] = None,
+    sinks: Annotated[
+        int | None,
+        option(
+            "Number of initial tokens (attention sinks) that stay visible under --window, and stay unquantized "
+            "with --kv-residual-length.",
+            "4",
+            metavar="N",
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        option(
+            "Maximum length of prompt and answer together, in tokens.",
+            "the model's maximum, less if memory is short, unlimited with --window",
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        option(
+            "Memory for the KV cache, e.g. 512MiB.",
+            "on a GPU 90% of free memory; on a CPU what --max-num-seqs sequences need, at most 25% of free memory",
+            metavar="SIZE",
+        ),
+    ] = None,
+    block_size: Annotated[
+        int, typer.Option(help=f"Number of tokens per cache block: {', '.join(map(str, BLOCK_SIZES))}.")
+    ] = _DEFAULT.block_size,
+    num_blocks: Annotated[
+        int | None, option("Number of cache blocks, in place of --kv-memory.", "computed from --kv-memory")
+    ] = None,
+) -> None:
+    """A signature only: fields of EngineConfig."""
+
+
+@flag_group("Engine")
+def _device_flags(
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Maximum number of prompt tokens of one sequence per step.")
+    ] = _DEFAULT.prefill_chunk,
+    max_num_seqs: Annotated[
+        int,
+        option(
+            "Maximum number of sequences that run at the same time.",
+            f"{_DEFAULT.max_num_seqs}; for one prompt the number of answers",
+        ),
+    ] = _DEFAULT.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        option(
+            "Maximum number of tokens of all sequences together per step.",
+            "512, or --prefill-chunk or --max-num-seqs if that is larger",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Data type of weights and activations: auto (as stored in the model), bfloat16, float16, "
+            "float32 or float64."
+        ),
+    ] = _DEFAULT.dtype,
+    quantization: Annotated[
+        str | None,
+        option(
+            "Quantize the weights of the linear layers with bitsandbytes: bnb-4bit, or bnb-8bit (GPU only).",
+            "none",
+            metavar="FORMAT",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Device to run on: auto (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")
+    ] = _DEFAULT.device,
+    threads: Annotated[int | None, option("Number of CPU threads.", "chosen by torch")] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Make answers independent, to the last bit, of --prefill-chunk and of "
+            "other sequences in the batch. Slower.",
+        ),
+    ] = False,
+    compile: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile the decode step with torch.compile: slow first start, faster tokens."),
+    ] = False,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs: slower on a GPU, but needs less memory.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow Python code that comes with the model to run.")
+    ] = False,
+) -> None:
+    """A signature only: fields of EngineConfig."""
+
+
+@flag_group(None)
+def _file_flags(
+    config: Annotated[
+        Path | None,
+        option("YAML file of options. Flags on the command line take precedence.", metavar="YAML"),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all options and their values as YAML, and exit.")
+    ] = False,
+) -> None:
+    """A signature only: where options are read from."""
+
+
+def engine_flags(command: Command) -> Command:
+    """Add the flags of an engine and its cache to a command, and --config and --print-config."""
+    return _file_flags(_device_flags(_cache_flags(command)))

@@ -1,0 +1,67 @@
+"""A conversation whose earlier turns stay in the KV cache."""
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from lean.engine.request import RequestOutput
+from lean.errors import EMPTY_PROMPT, RequestError
+from lean.sampling_params import SamplingParams
+from lean.text.prompt import encode_chat, encode_next_turn
+
+if TYPE_CHECKING:
+    from lean.llm import LLM
+
+
+class Conversation:
+    """Messages, and their token ids as the model read and generated them.
+
+    A turn appends tokens; tokens of earlier turns are not rendered or tokenized again. They are computed again only if
+    the engine needed their cache memory for other requests meanwhile.
+    """
+
+    def __init__(self, llm: "LLM", params: SamplingParams) -> None:
+        if params.n != 1:
+            raise RequestError(f"n {params.n}: a chat continues with one answer, leave n at 1")
+        self.llm = llm
+        self.params = params
+        self.messages: list[dict[str, str]] = []
+        self.token_ids: list[int] = []
+        self.cached_tokens = 0  # tokens of the last turn that were read from the cache
+        self._request: int | None = None  # the request whose K and V are kept
+
+    def ask(self, text: str) -> Generator[RequestOutput, None, None]:
+        """Stream the answer to a message. Leaving the loop stops the answer; the text so far stays in the conversation.
+
+        Raises RequestError for a message that cannot be served; the conversation is then unchanged.
+        """
+        if not text:
+            raise RequestError(EMPTY_PROMPT)
+        tokenizer = self.llm.model.tokenizer
+        messages = [*self.messages, {"role": "user", "content": text}]
+        if self.messages:
+            ids = self.token_ids + encode_next_turn(tokenizer, messages, self.token_ids)
+        else:
+            ids = encode_chat(tokenizer, messages)
+        answer, new = "", []
+        stream = self.llm.stream(ids, self.params, keep_cache=True, continues=self._request)
+        begun = False
+        try:
+            for output in stream:
+                if not begun:
+                    self.cached_tokens = output.cached_tokens
+                    begun = True
+                answer += output.text
+                new += output.token_ids
+                self._request = output.request_id
+                yield output
+        finally:
+            stream.close()
+            if begun:
+                self.messages = [*messages, {"role": "assistant", "content": answer}]
+                self.token_ids = ids + new
+
+    def reset(self) -> None:
+        """Forget the conversation, and free its cache memory."""
+        if self._request is not None:
+            self.llm.release(self._request)
+        self.messages, self.token_ids, self.cached_tokens, self._request = [], [], 0, None
