@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import refusal
+from norms import exact_norms
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
@@ -130,20 +131,15 @@ def test_a_model_whose_products_cannot_be_tiled_is_refused(tiny):
     assert "deterministic" in refusal(LLM, single, config)
 
 
-def exact_norms(model: LoadedModel) -> LoadedModel:
-    """RMSNorm without transformers' rounding to float32."""
-    for norm in model.module.modules():
-        name = type(norm).__name__
-        if name.endswith("RMSNorm"):
-            weight = norm.weight + 1 if "Gemma" in name else norm.weight
-            eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-            norm.forward = lambda x, w=weight, e=eps: x * (x.square().mean(-1, keepdim=True) + e).rsqrt() * w
-    return model
-
-
 @pytest.fixture(scope="session")
 def exact(tiny):
-    return functools.cache(lambda kind: exact_norms(read(tiny(kind, **KINDS[kind]), "float64")))
+    @functools.cache
+    def exactly(kind: str) -> LoadedModel:
+        model = read(tiny(kind, **KINDS[kind]), "float64")
+        exact_norms(model.module)
+        return model
+
+    return exactly
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)
