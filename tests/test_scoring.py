@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engine_state import wrap_part
 from helpers import refusal
 from tiny import tokens
 
@@ -87,8 +88,7 @@ def test_leaving_early_or_failing_frees_everything(model, monkeypatch):
     scores.close()
     assert not llm.has_work
     assert llm.stats().tokens_held == 0
-    run = llm._runner.run
-    monkeypatch.setattr(llm._runner, "run", lambda chunks: run(chunks) * torch.nan)
+    wrap_part(monkeypatch, llm, "run", lambda run: lambda chunks: run(chunks) * torch.nan)
     with pytest.raises(EngineError, match="non-finite"):
         scored(llm)
     assert llm.stats().tokens_held == 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from engine_state import check_integrity, manager, runner, scheduler
 from helpers import refusal
 from tiny import KINDS, tokens
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -77,7 +78,7 @@ class CalledAgain:
 def start(model: LoadedModel, backend: object = None, record: object = None, **config: object) -> LLM:
     llm = LLM(model, EngineConfig(**{"max_num_seqs": 4, "max_model_len": 128, "block_size": 8, **config}))
     if backend is not None or record is not None:
-        llm._runner.prepare_decode(llm.config.max_num_seqs, llm.size.max_model_len, backend, record)
+        runner(llm).prepare_decode(llm.config.max_num_seqs, llm.size.max_model_len, backend, record)
     return llm
 
 
@@ -129,7 +130,7 @@ def test_a_crowd_that_is_preempted_gets_the_tokens_of_eager_steps(model, way):
     lengths = (30, 21, 9, 40, 1, 17)
     same(answers(other, lengths, 48), answers(eager, lengths, 48))
     assert other.num_preemptions == eager.num_preemptions > 0
-    other._manager.check_integrity()
+    check_integrity(other)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -164,7 +165,7 @@ def test_prompts_and_mixed_steps_stay_eager(model):
 def test_making_steps_ready_leaves_the_cache_as_it_was(model):
     llm = start(model("llama"), **KV["llama"])
     before = [arena.clone() for arena in llm.cache.arenas]
-    llm._runner.prepare_decode(4, 128, None, CalledAgain())
+    runner(llm).prepare_decode(4, 128, None, CalledAgain())
     assert all(torch.equal(arena, was) for arena, was in zip(llm.cache.arenas, before))
 
 
@@ -173,10 +174,10 @@ def test_rows_behind_the_sequences_are_padding(model):
     for length in (61, 3):
         llm.add_request(tokens(length), SamplingParams(max_tokens=9, ignore_eos=True))
     llm.step()
-    runner, chunks = llm._runner, llm._scheduler.schedule()
-    batch = DecodeBatch(llm._manager, 4, 128, torch.device("cpu"), torch.float64, runner.sink_rotary)
+    chunks = scheduler(llm).schedule()
+    batch = DecodeBatch(manager(llm), 4, 128, torch.device("cpu"), torch.float64, runner(llm).sink_rotary)
     batch.fill(chunks, 4, [20, 0])
-    found, want = batch.inputs(4).batch, runner.batch(chunks)
+    found, want = batch.inputs(4).batch, runner(llm).batch(chunks)
     assert found.query_start_loc.tolist() == [0, 1, 2, 2, 2]
     assert found.seq_lens.tolist() == [62, 4, 0, 0]
     assert torch.equal(found.positions[:2], want.positions)
@@ -209,7 +210,7 @@ def test_a_model_that_is_no_single_graph_is_refused_with_the_reason(tiny):
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: forward(x) if x.sum() > 0 else x
     llm = start(broken)
-    message = refusal(llm._runner.prepare_decode, 1, 128, "eager", None)
+    message = refusal(runner(llm).prepare_decode, 1, 128, "eager", None)
     assert "cannot be compiled as one graph" in message
     assert "--compile" in message
 
@@ -218,7 +219,7 @@ def test_a_step_that_cannot_be_recorded_is_refused_with_a_way_out(model):
     def record(step: Step) -> Step:
         raise RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
 
-    message = refusal(start(model("llama"))._runner.prepare_decode, 1, 128, None, record)
+    message = refusal(runner(start(model("llama"))).prepare_decode, 1, 128, None, record)
     assert "(operation not permitted when stream is capturing)" in message
     assert "--enforce-eager" in message
 

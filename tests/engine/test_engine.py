@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from engine_state import nothing_left, wrap_part
 from helpers import refusal
 from tiny import BOS, EOS, VOCAB_SIZE, byte_tokenizer, tokens
 from tokenizers.processors import TemplateProcessing
@@ -43,8 +44,7 @@ def engine(models):
 
     yield make
     for llm in made:
-        llm._manager.check_integrity()
-        assert all((p.num_free, p.num_used) == (p.num_blocks, 0) for p in llm._manager.pools)
+        nothing_left(llm)
         assert (llm.stats().tokens_held, llm.stats().bytes_held, llm.stats().bytes_if_bf16) == (0, 0, 0)
         assert llm.step() == []
 
@@ -108,7 +108,7 @@ def test_a_request_can_be_aborted_at_any_phase_and_its_company_does_not_notice(e
     found = [out for _ in range(steps) for out in llm.step()]
     for request_id in (ids[0], ids[3], ids[0], 12345):
         llm.abort(request_id)
-    while llm._scheduler.has_work:
+    while llm.has_work:
         found += llm.step()
     assert [token for out in found if out.request_id == ids[1] for token in out.token_ids] == expected.token_ids
     assert {out.request_id for out in found if out.finish_reason} == set(ids)
@@ -258,8 +258,12 @@ def test_a_step_that_failed_is_taken_back_and_can_be_run_again(engine, monkeypat
     (whole,) = llm.generate([PROMPT], ask())
     llm.add_request(PROMPT, ask())
     parts = llm.step() + llm.step() + llm.step()
+
+    def fail(argument):
+        raise RuntimeError("out of memory")
+
     with monkeypatch.context() as broken:
-        broken.setattr(llm._runner, part, lambda argument: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        wrap_part(broken, llm, part, lambda _: fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             llm.step()
     while llm.has_work:

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from engine_state import runner
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
@@ -62,7 +63,7 @@ def test_compiled_steps_of_one_row_leave_it_too(tiny):
 
         return call
 
-    llm._runner.prepare_decode(2, llm.size.max_model_len, backend, None)
+    runner(llm).prepare_decode(2, llm.size.max_model_len, backend, None)
     for prompts, on in (([tokens(9)], False), ([tokens(9), tokens(5, seed=1)], True)):
         seen.clear()
         llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from engine_state import check_integrity, first_sequence, nothing_left, on_preempt, wrap_part
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
@@ -80,28 +81,26 @@ class Desk:
         self.parts: dict[int, list[RequestOutput]] = {}
         self.preempted: Counter[int] = Counter()
         self.mid_prefill: set[int] = set()
-        preempt = llm._scheduler._preempt
 
         def counted(request: Request) -> None:
             self.preempted[request.request_id] += 1
             if not request.output_token_ids and request.num_computed_tokens:
                 self.mid_prefill.add(request.request_id)
-            preempt(request)
 
-        llm._scheduler._preempt = counted
+        on_preempt(llm, counted)
 
     def add(self, job: Job, **options) -> int:
         params = None if job.score else job.params
         request_id = self.llm.add_request(options.pop("prompt", job.prompt), params, keep_hidden=job.score, **options)
         self.jobs[request_id] = job
-        self.requests[request_id] = self.llm._requests[request_id][0]
+        self.requests[request_id] = first_sequence(self.llm, request_id)
         self.parts[request_id] = []
         return request_id
 
     def step(self) -> None:
         for part in self.llm.step():
             self.parts[part.request_id].append(part)
-        self.llm._manager.check_integrity()
+        check_integrity(self.llm)
 
     def run(self) -> None:
         steps = 0
@@ -127,10 +126,8 @@ class Desk:
         ]
 
     def all_free(self) -> None:
-        self.llm._manager.check_integrity()
-        assert all((p.num_free, p.num_used) == (p.num_blocks, 0) for p in self.llm._manager.pools)
+        nothing_left(self.llm)
         assert self.llm.stats().tokens_held == 0
-        assert self.llm._requests == {}
 
 
 class Alone:
@@ -162,12 +159,15 @@ def same(desk: Desk, alone: Alone, kind: str, form: str, skip: tuple[int, ...] =
 
 def impatient(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> LLM:
     """An engine whose step fails instead of reading logits for ever."""
-    calls, logits = Counter(), llm._runner.logits
+    calls: Counter[str] = Counter()
 
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
-        calls["all"] += 1
-        assert calls["all"] < 2000, "logits without end"
-        return logits(hidden)
+    def counting(logits: Callable) -> Callable:
+        def counted(hidden: torch.Tensor) -> torch.Tensor:
+            calls["all"] += 1
+            assert calls["all"] < 2000, "logits without end"
+            return logits(hidden)
 
-    monkeypatch.setattr(llm._runner, "logits", counted)
+        return counted
+
+    wrap_part(monkeypatch, llm, "logits", counting)
     return llm

@@ -9,6 +9,16 @@ from collections import Counter
 
 import pytest
 import torch
+from engine_state import (
+    another_thread_steps,
+    check_integrity,
+    nothing_left,
+    request_ids,
+    running_sequences,
+    step_at_second_look,
+    waiting_sequences,
+    wrap_part,
+)
 from tiny import tokens
 
 from lean.config import EngineConfig
@@ -39,9 +49,7 @@ def llm(loaded):
     llm = LLM(loaded, CONFIG)
     yield llm
     assert not llm.has_work
-    assert llm._requests == llm._inbox == llm._scheduler.kept == {}
-    llm._manager.check_integrity()
-    assert all((pool.num_free, pool.num_used) == (pool.num_blocks, 0) for pool in llm._manager.pools)
+    nothing_left(llm)
 
 
 def ask(max_tokens: int, **params) -> SamplingParams:
@@ -112,9 +120,9 @@ class Crowd:
 def phases(llm: LLM) -> dict[str, list[int]]:
     """Requests by what they are in the middle of."""
     found: dict[str, list[int]] = {"queued": [], "preempted": [], "prefill": [], "decode": [], "siblings": []}
-    for request in llm._scheduler.waiting:
+    for request in waiting_sequences(llm):
         found["preempted" if request.output_token_ids else "queued"].append(request.request_id)
-    for request in llm._scheduler.running:
+    for request in running_sequences(llm):
         started = "decode" if request.output_token_ids else "prefill" if request.num_computed_tokens else None
         if started:
             found["siblings" if started == "decode" and request.params.n > 1 else started].append(request.request_id)
@@ -124,7 +132,7 @@ def phases(llm: LLM) -> dict[str, list[int]]:
 def test_three_hundred_requests_cancelled_at_any_phase_leave_nothing_behind_and_harm_nobody(llm, alone):
     crowd, cancelled, when = Crowd(llm, seed=1), set(), Counter()
     while len(cancelled) < 300:
-        while len(llm._requests) < 8:
+        while len(request_ids(llm)) < 8:
             crowd.add()
         crowd.step()
         candidates = {phase: ids for phase, ids in phases(llm).items() if ids}
@@ -134,12 +142,12 @@ def test_three_hundred_requests_cancelled_at_any_phase_leave_nothing_behind_and_
             if phase is None:
                 continue
             victim = crowd.random.choice(candidates[phase])
-            if victim not in cancelled and victim in llm._requests:
+            if victim not in cancelled and victim in request_ids(llm):
                 when[phase] += 1
                 cancelled.add(victim)
                 llm.abort(victim)
-                assert victim not in llm._requests, "at once"
-                llm._manager.check_integrity()
+                assert victim not in request_ids(llm), "at once"
+                check_integrity(llm)
     crowd.finish()
     assert all(when[phase] >= 8 for phase in ("queued", "preempted", "prefill", "decode", "siblings")), when
     assert llm.num_preemptions >= 10
@@ -165,11 +173,11 @@ def test_steps_that_fail_at_random_change_no_answer(llm, alone, monkeypatch, par
     layers = llm.model.module.model.layers
     hook = layers[1].self_attn.register_forward_pre_hook(perhaps) if part == "amid the layers" else None
     if part == "before the model":
-        monkeypatch.setattr(llm._runner, "run", before(llm._runner.run))
+        wrap_part(monkeypatch, llm, "run", before)
     elif part == "after the layers":
-        monkeypatch.setattr(llm._runner, "run", after(llm._runner.run))
+        wrap_part(monkeypatch, llm, "run", after)
     elif part == "logits":
-        monkeypatch.setattr(llm._runner, "logits", before(llm._runner.logits))
+        wrap_part(monkeypatch, llm, "logits", before)
     elif part == "sampling":
         monkeypatch.setattr(Sampler, "sample", before(Sampler.sample))
     for _ in range(14):
@@ -184,9 +192,9 @@ def test_steps_that_fail_at_random_change_no_answer(llm, alone, monkeypatch, par
                 crowd.step()
             except RuntimeError as error:
                 assert "as a device" in str(error)  # noqa: PT017
-            llm._manager.check_integrity()
-            if step % 25 == 24 and llm._requests:
-                cancelled.add(crowd.random.choice(sorted(llm._requests)))
+            check_integrity(llm)
+            if step % 25 == 24 and request_ids(llm):
+                cancelled.add(crowd.random.choice(request_ids(llm)))
                 llm.abort(max(cancelled))
     finally:
         failures["armed"] = 0
@@ -201,21 +209,23 @@ def test_an_abort_from_another_thread_takes_effect_at_the_end_of_the_running_ste
     crowd = Crowd(llm, seed=3)
     ids = [crowd.add() for _ in range(4)]
     crowd.step()
-    run = llm._runner.run
 
-    def meanwhile(chunks):
-        thread = threading.Thread(target=llm.abort, args=(ids[1],))
-        thread.start()
-        thread.join(10)
-        assert not thread.is_alive(), "abort waits for the step"
-        assert llm._scheduler.running, "nothing is taken away under a running step"
-        return run(chunks)
+    def meanwhile(run):
+        def run_while_aborting(chunks):
+            thread = threading.Thread(target=llm.abort, args=(ids[1],))
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive(), "abort waits for the step"
+            assert running_sequences(llm), "nothing is taken away under a running step"
+            return run(chunks)
+
+        return run_while_aborting
 
     with monkeypatch.context() as patched:
-        patched.setattr(llm._runner, "run", meanwhile)
+        wrap_part(patched, llm, "run", meanwhile)
         crowd.step()
     assert set(crowd.reasons[ids[1]]) == {"abort"}
-    assert ids[1] not in llm._requests
+    assert ids[1] not in request_ids(llm)
     crowd.finish()
 
 
@@ -240,11 +250,11 @@ def test_aborts_from_many_threads_while_stepping(llm, alone):
         thread.start()
     try:
         while len(called_at) < 40 and done["steps"] < 3000:
-            while len(llm._requests) < 8:
+            while len(request_ids(llm)) < 8:
                 crowd.add()
             crowd.step()
             for request_id, reasons in list(crowd.reasons.items()):
-                if reasons and request_id not in llm._requests:
+                if reasons and request_id not in request_ids(llm):
                     ended_at.setdefault(request_id, done["steps"])
             done["steps"] += 1
     finally:
@@ -254,7 +264,7 @@ def test_aborts_from_many_threads_while_stepping(llm, alone):
     cancelled |= set(called_at)
     crowd.step()
     for request_id in crowd.jobs:
-        if crowd.reasons[request_id] and request_id not in llm._requests:
+        if crowd.reasons[request_id] and request_id not in request_ids(llm):
             ended_at.setdefault(request_id, done["steps"])
     done["steps"] += 1
     crowd.finish()
@@ -268,7 +278,7 @@ def test_what_a_stream_that_was_left_still_says_reaches_nobody(llm):
     """Also while another thread is in the middle of a step."""
     stream = llm.stream(tokens(5), ask(20))
     next(stream)
-    with llm._lock:
+    with another_thread_steps(llm):
         stream.close()
     assert llm.step() == []
 
@@ -276,18 +286,7 @@ def test_what_a_stream_that_was_left_still_says_reaches_nobody(llm):
 def test_hidden_states_are_whole_beside_another_thread_that_steps(llm):
     """The other thread may do the last step between a look into the results and the look whether all is done."""
     want = torch.cat([rows for _, rows in llm.hidden_states(tokens(20))])
-
-    class Racing(dict):
-        looks = 0
-
-        def __contains__(self, key: object) -> bool:
-            Racing.looks += 1
-            if Racing.looks == 2 and super().__contains__(key):
-                for _ in range(3):
-                    llm._advance()
-            return super().__contains__(key)
-
-    llm._requests = Racing()
+    step_at_second_look(llm, steps=3)
     found = torch.cat([rows for _, rows in llm.hidden_states(tokens(20))])
     assert found.shape == want.shape
     assert torch.equal(found, want)

@@ -23,6 +23,7 @@ from desk import (
     same,
     start,
 )
+from engine_state import nothing_left
 from helpers import refusal
 from tiny import tokens
 
@@ -164,7 +165,7 @@ def test_a_scoring_request_asked_for_n_times_ends_or_is_refused(model):
         llm.add_request(tokens(5), SamplingParams(n=2), keep_hidden=True)
     for _ in range(5):
         llm.step()
-    assert llm._requests == {}
+    nothing_left(llm)
 
 
 def test_prompt_logprobs_of_an_id_that_is_no_token_hurt_nobody_else(model, monkeypatch):

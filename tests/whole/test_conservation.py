@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import hypothesis.strategies as st
 import pytest
+from engine_state import all_blocks_free
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -292,8 +293,7 @@ class Conservation(RuleBasedStateMachine):
         assert not self.scheduler.has_work
         for seq_id in list(self.texts):
             self.scheduler.release(seq_id)
-        self.manager.check_integrity()
-        assert all((pool.num_free, pool.num_used) == (pool.num_blocks, 0) for pool in self.manager.pools)
+        all_blocks_free(self.manager)
 
 
 TestConservation = Conservation.TestCase

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from desk import COUNTED, FEW, PENALIZED, SEEDED, SEVERAL, Alone, Desk, Job, ask, impatient, loader, start
+from engine_state import kept_ids
 from tiny import tokens
 
 from lean import LLM, SamplingParams
@@ -60,7 +61,7 @@ def talk(model):
         for request_id in one.desk.jobs:
             one.desk.llm.release(request_id)
         one.desk.all_free()
-        assert one.desk.llm._scheduler.kept == {}
+        assert kept_ids(one.desk.llm) == []
 
 
 @pytest.mark.parametrize(("kind", "form"), SEVERAL)
@@ -77,7 +78,7 @@ def test_only_the_last_turn_is_kept(talk):
     one = talk("llama", "k8v4 with residual")
     for seed in range(3):
         one.turn(tokens(20, seed), ask(5))
-        assert list(one.desk.llm._scheduler.kept) == [one.last]
+        assert kept_ids(one.desk.llm) == [one.last]
         assert one.desk.llm.stats().tokens_held == len(one.history) - 1
     one.desk.llm.release(one.last)
     one.desk.all_free()
@@ -104,7 +105,7 @@ def test_when_memory_is_short_kept_sequences_go_and_answers_stay(talk, kind, for
     one.desk.run()
     assert one.desk.llm.num_preemptions == 0, "what is only kept goes first"
     assert one.desk.parts[stranger][-1].finish_reason == "length"
-    assert one.desk.llm._scheduler.kept == {}
+    assert kept_ids(one.desk.llm) == []
     assert one.turn(tokens(5), ask(10)).cached_tokens == 0
     assert one.turn(tokens(5), ask(10)).cached_tokens == 74
 
@@ -118,7 +119,7 @@ def test_the_oldest_kept_sequence_goes_first(talk):
         kept.append(one.last)
     one.history, one.last = [], None
     one.turn(tokens(60, 9), ask(2), keep_cache=False)  # 4 blocks, one is free
-    assert list(one.desk.llm._scheduler.kept) == kept[1:]
+    assert kept_ids(one.desk.llm) == kept[1:]
 
 
 @pytest.mark.parametrize("same_until", [0, 1, 15, 16, 17, 39])

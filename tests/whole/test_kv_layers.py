@@ -7,11 +7,11 @@ import functools
 
 import pytest
 import torch
+from engine_state import block_table, forbid_reading_weights, nothing_left
 from helpers import refusal
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
-from lean.engine import engine
 from lean.kernels.reference import read_slots
 from lean.model.load import LoadedModel, inspect_model, load_model
 from lean.report import kv_report, start_up_line
@@ -122,7 +122,7 @@ def stored(llm: LLM, layer: int) -> torch.Tensor:
     while llm.has_work:
         llm.step()
     own = llm.cache.layers[layer]
-    table = torch.tensor(list(llm._manager.table(request_id, own.group.pool_id)))
+    table = torch.tensor(block_table(llm, request_id, own.group.pool_id))
     size, position = own.pool.layout.block_size, torch.arange(len(IDS))
     slots = (table[position // size] * size + position % size)[table[position // size] > 0]
     rows = torch.cat(read_slots(own.pool.arena, own.pool.layout, own.pool.offset, slots), dim=-1)
@@ -175,7 +175,7 @@ def test_chunks_forks_and_leftovers_change_no_bit_of_a_mixture(model, kind, opti
     first, second = llm.generate([IDS[:70]], SamplingParams(n=2, **params))
     assert (first.token_ids, first.logprobs) == (alone.token_ids, alone.logprobs)
     assert second.token_ids != alone.token_ids
-    assert all(pool.num_used == 0 for pool in llm._manager.pools)
+    nothing_left(llm)
 
 
 def test_a_preempted_request_is_the_request_left_alone_in_a_mixture(model):
@@ -216,8 +216,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("options", "reason"), WRONG)
 def test_layers_that_are_not_there_or_named_twice_are_refused_before_the_weights(tiny, monkeypatch, options, reason):
-    monkeypatch.setattr(engine, "load_model", lambda *args: pytest.fail("the weights were read"))
-
+    forbid_reading_weights(monkeypatch)
     folder = str(tiny("llama", **FOUR))
     assert reason in refusal(lambda: LLM(folder, EngineConfig(**options)))
 

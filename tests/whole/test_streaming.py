@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_state import block_table, manager, runner
 from helpers import refusal
 from norms import exact_norms
 from streaming_oracle import FixedOracle, StreamingOracle
@@ -165,7 +166,7 @@ def test_any_window_and_any_number_of_sinks(model, oracle, window, sinks):
 def test_a_key_at_its_true_position_would_be_seen(model, oracle):
     """The oracle tells the two conventions apart: without the turn, rows differ as soon as a token has gone."""
     llm = start(model("llama"))
-    llm._runner.sink_rotary = None
+    runner(llm).sink_rotary = None
     found, want = hidden(llm, tokens(STEPS)), oracle("llama", WINDOW, SINKS, STEPS)
     assert distance(found[: WINDOW + SINKS], want[: WINDOW + SINKS]) < TOLERANCE
     assert (found - want)[WINDOW + SINKS :].abs().amax(-1).min() > 1e-4
@@ -174,7 +175,7 @@ def test_a_key_at_its_true_position_would_be_seen(model, oracle):
 def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
     """W13: positions are the true ones; the last sink always stands one behind the first token of the window."""
     llm, rows, shifts, evicted = start(model("llama"), block_size=8, prefill_chunk=5), [], [], []
-    make, rotary = llm._runner.batch, llm._runner.sink_rotary
+    make, rotary = runner(llm).batch, runner(llm).sink_rotary
 
     class Watched:
         def back(self, moved: torch.Tensor, device: torch.device) -> SinkTurn:
@@ -185,12 +186,12 @@ def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
         [chunk] = chunks
         rows.extend(range(chunk.start, chunk.end))
         shifts.extend([0] * (chunk.end - chunk.start))
-        evicted.append(list(llm._manager.table(chunk.request.seq_id, 0)).count(0))
+        evicted.append(block_table(llm, chunk.request.seq_id, 0).count(0))
         made = make(chunks)
         assert made.positions.tolist() == rows[chunk.start :]
         return made
 
-    llm._runner.batch, llm._runner.sink_rotary = watched, Watched()
+    runner(llm).batch, runner(llm).sink_rotary = watched, Watched()
     hidden(llm, tokens(100))
     assert len(set(evicted)) > 4
     for position, moved in zip(rows, shifts, strict=True):
@@ -270,7 +271,7 @@ def test_a_turn_by_wrong_frequencies_fails_the_self_test(model, monkeypatch):
 
     monkeypatch.setattr(SinkRotary, "of", wrong)
     with pytest.raises(ModelError, match="layer 0"):
-        try_rotation(llm._runner, llm._manager)
+        try_rotation(runner(llm), manager(llm))
     monkeypatch.setattr(SinkRotary, "of", lambda module, name: SinkRotary(of(module, name).inv_freq, True))
     with pytest.raises(ModelError, match="layer 0"):
-        try_rotation(llm._runner, llm._manager)
+        try_rotation(runner(llm), manager(llm))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_state import forbid_reading_weights, nothing_left
 from helpers import refusal
 from tiny import tokens
 from transformers import AutoModelForCausalLM
 from windowed import IDS, LOCAL_AND_GLOBAL, MODELS, QUANTIZED, TWO, hidden, loader, residual, same, start
 
 from lean import LLM, EngineConfig, SamplingParams
-from lean.engine import engine
 from lean.errors import RequestError
 from lean.model.load import inspect_model, load_model
 from lean.report import start_up_line
@@ -168,7 +168,7 @@ def test_every_cell_of_the_grid_works_or_is_refused_before_loading(
     rests = [{}, residual(kv_dtype, 0), residual(kv_dtype, 40)]
     if not window and sinks:
         rest = {"kv_dtype": kv_dtype, **rests.pop(1)}
-        monkeypatch.setattr(engine, "load_model", lambda *args: pytest.fail("the weights were read"))
+        forbid_reading_weights(monkeypatch)
         kind, config = MODELS[name]
         folder = str(tiny(kind, **config))
         assert "sinks 4" in refusal(LLM, folder, EngineConfig(sinks=sinks, **rest))
@@ -178,7 +178,7 @@ def test_every_cell_of_the_grid_works_or_is_refused_before_loading(
         params = SamplingParams(6, temperature=0, ignore_eos=True, n=2, logprobs=0)
         answers = llm.generate([IDS[:90], IDS[:10]], params)
         assert [answer.finish_reason for answer in answers] == ["length"] * 4
-        assert all(pool.num_used == 0 for pool in llm._manager.pools)
+        nothing_left(llm)
 
 
 # --- what has no effect or may harm is said ---

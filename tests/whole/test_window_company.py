@@ -1,6 +1,7 @@
 """Under a window a request beside others, forked, preempted or continued is the request alone."""
 
 import pytest
+from engine_state import check_integrity, nothing_left, preempt
 from tiny import tokens
 from windowed import IDS, loader, start
 
@@ -38,16 +39,15 @@ def test_forked_and_preempted_requests_are_the_request_alone_under_a_window(mode
     parts = []
     for step in range(200):
         if step in (2, 20):
-            running = {request.seq_id: request for request in llm._scheduler.running}
-            llm._scheduler._preempt(running[first])
+            preempt(llm, first)
         parts += [part for part in llm.step() if part.request_id == first]
-        llm._manager.check_integrity()
+        check_integrity(llm)
         if not llm.has_work:
             break
     assert other != first
     assert llm.num_preemptions == 2
     assert ([t for p in parts for t in p.token_ids], [e for p in parts for e in p.logprobs or []]) == alone
-    assert all(pool.num_used == 0 for pool in llm._manager.pools)
+    nothing_left(llm)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

@@ -5,6 +5,7 @@ import sys
 import pytest
 import resident
 import torch
+from engine_state import block_table, blocks_in_use, positions_from, request_ids
 from tiny import tokens
 from windowed import IDS, hidden, loader, residual, same, start
 
@@ -29,8 +30,8 @@ def test_blocks_in_use_are_constant_once_the_window_is_full(model, kv_dtype, sin
     used = []
     while llm.has_work:
         llm.step()
-        used.append(tuple(pool.num_used for pool in llm._manager.pools))
-    assert request_id not in llm._requests
+        used.append(blocks_in_use(llm))
+    assert request_id not in request_ids(llm)
     full = used[8:-2]
     assert len(set(full)) == 1
     assert sum(n * pool.block_bytes for n, pool in zip(full[0], llm.plan.pools)) <= llm.plan.bytes_at(2**31)
@@ -40,7 +41,7 @@ def test_blocks_in_use_are_constant_once_the_window_is_full(model, kv_dtype, sin
     counts = []
     while llm.has_work:
         llm.step()
-        counts.append(tuple(pool.num_used for pool in llm._manager.pools))
+        counts.append(blocks_in_use(llm))
     for own in zip(*counts[3:-1]):
         assert max(own) - min(own) <= 1
     assert llm.peak_use.bytes_held <= llm.size.nbytes
@@ -110,7 +111,7 @@ def test_a_thousand_evictions_move_no_visible_key(model, kv_dtype, length):
         request_id = llm.add_request(ids, keep_hidden=True, keep_cache=True)
         while llm.has_work:
             llm.step()
-        table = llm._manager.table(request_id, pool)
+        table = block_table(llm, request_id, pool)
         assert all(table[p // 8] for p in positions)
         slots = torch.tensor([table[p // 8] * 8 + p % 8 for p in positions])
         layer = llm.cache.layers[0]
@@ -125,11 +126,8 @@ def test_a_thousand_evictions_move_no_visible_key(model, kv_dtype, length):
     assert same(stored(llm, ids, list(range(sinks)), pool), first_day)
     oldest = [count - window, count - window + 1, count - window + 2]
     late = stored(llm, ids, oldest, 0)
-    try:
-        llm._runner.position_offset = oldest[0]
+    with positions_from(llm, oldest[0]):
         assert same(stored(llm, ids[oldest[0] :][:3], [0, 1, 2], 0), late)
-    finally:
-        llm._runner.position_offset = 0
 
 
 @pytest.mark.parametrize(("kv_dtype", "length"), [("int8", 0), ("fp8", 0), ("int4", 0), ("int4", 16)])
@@ -146,10 +144,7 @@ def test_rows_behind_a_thousand_evictions_are_as_accurate_as_the_first(model, kv
 def test_the_same_tokens_far_away_give_the_same_rows(model):
     """Attention is relative: what lies 5,000,000 positions behind a text changes nothing but rounding."""
     llm, found = start(model("llama, 2 layers"), "fp32", window=40), []
-    try:
-        for offset in (0, 5_000_000):
-            llm._runner.position_offset = offset
+    for offset in (0, 5_000_000):
+        with positions_from(llm, offset):
             found.append(hidden(llm, IDS))
-    finally:
-        llm._runner.position_offset = 0
     assert (found[0] - found[1]).abs().max() < 1e-4

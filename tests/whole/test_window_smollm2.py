@@ -6,6 +6,7 @@ Python 3.11's help topics). It leaves the sinks at their true positions, lean mo
 
 import pytest
 import torch
+from engine_state import positions_from
 
 from lean import LLM, EngineConfig
 from lean.eval.corpus import python_docs, text_hash
@@ -72,12 +73,9 @@ def test_nothing_happens_at_the_last_position_of_the_model(model, token_ids):
     """W16: no jump at 8,192, and finite far behind it."""
     llm, results = start(model, 256, 4), []
     assert model.info.max_position_embeddings == 8192
-    try:
-        for offset in (0, 8192 - 500, 5_000_000):
-            llm._runner.position_offset = offset
+    for offset in (0, 8192 - 500, 5_000_000):
+        with positions_from(llm, offset):
             results.append(llm.score(token_ids[:1000]))
-    finally:
-        llm._runner.position_offset = 0
     for moved in results[1:]:
         print(f"largest difference of a log-probability: {(moved - results[0]).abs().max().item():.2e}")
         assert (moved - results[0]).abs().max() < 0.01
