@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the raw logits, whatever is drawn."""
+"""Log-probabilities are those of the raw logits and do not depend on the token drawn."""
 
 import json
 import math
@@ -61,7 +61,6 @@ def test_the_first_of_the_top_is_what_greedy_chooses_even_where_log_probabilitie
 
 @pytest.mark.parametrize(("top", "shown"), [(0, 0), (1, 1), (4, 4), (5, 5), (6, 5), (8, 5), (10**6, 5)])
 def test_padding_is_never_among_the_top(top, shown):
-    """M18."""
     logits = LOGITS.clone()
     logits[[1, 6, 7]] = -math.inf
     [found] = token_logprobs(logits[None], [3], top)

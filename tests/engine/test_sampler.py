@@ -1,4 +1,4 @@
-"""From logits to one id: greedy without surprises, extreme numbers, and what a sampler keeps between draws."""
+"""From logits to one id: greedy choice, extreme values, and what a sampler keeps between draws."""
 
 import math
 
@@ -37,7 +37,6 @@ def test_the_lowest_id_wins_ties_that_bias_and_penalties_make():
 @pytest.mark.parametrize("temperature", [1e-8, 1e-30, 5e-324])
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
 def test_a_tiny_temperature_is_the_argmax_and_nothing_overflows(temperature, scale):
-    """U09."""
     for params in ({}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
         assert set(draws(LOGITS * scale, 20, temperature=temperature, **params)) == {1}
         assert set(draws(LOGITS.double() * scale, 20, temperature=temperature, **params)) == {1}
@@ -74,7 +73,7 @@ def test_an_extreme_repetition_penalty_still_draws_possible_ids(penalty, tempera
     ids=str,
 )
 def test_ids_at_minus_infinity_are_never_drawn(params):
-    """M18: rows of padding, in the middle and at the end."""
+    """Padding of the vocabulary has logits of minus infinity, in the middle and at the end."""
     logits = LOGITS.clone()
     logits[[1, 6, 7]] = -math.inf
     assert not {1, 6, 7} & set(draws(logits, 300, [1, 6, 7], **params))
@@ -112,7 +111,7 @@ def test_padding_the_vocabulary_does_not_change_a_seeded_draw():
 
 
 def test_the_prompt_is_read_once():
-    """What a token costs does not grow with the context."""
+    """So the time per token does not grow with the context."""
     prompt = [1, 5]
     logits = torch.tensor([1.0, 3.0, -2.0, 2.5, 0.0, 2.75])
     sampler, other = (make(ids, temperature=0, repetition_penalty=3) for ids in (prompt, list(prompt)))

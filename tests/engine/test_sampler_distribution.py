@@ -20,7 +20,7 @@ from lean.sampling_params import SamplingParams
 
 @st.composite
 def asked(draw, **more):
-    """(logits, prompt, output, parameters, what they give): ties, padding, whatever filters together."""
+    """(logits, prompt, output, parameters, expected probabilities), with ties, padding and any filters together."""
     size = draw(st.integers(1, 12))
     level = st.integers(-3, 3).map(float) | st.floats(-4, 4, width=16, allow_subnormal=False)
     logits = draw(st.lists(level, min_size=size, max_size=size))
@@ -137,14 +137,14 @@ def test_top_p_over_a_large_vocabulary_loses_no_id_to_the_shortcut(top_p):
     within = np.cumsum(probs[order]) - probs[order] < top_p
     least_likely = int(order[within][-1])
     nucleus = probs * np.isin(np.arange(len(probs)), order[within])
-    # A number in the middle of what the least likely id of the nucleus holds: it is drawn only if all is as it must be.
+    # A number in the middle of the share of the nucleus's least likely id draws that id only if the nucleus is right.
     number = (nucleus[:least_likely].sum() + nucleus[least_likely] / 2) / nucleus.sum()
     sampler = make(top_p=top_p)
     sampler._random = Numbers(number)
     assert sampler.sample(torch.tensor(logits)) == least_likely
 
 
-def test_top_p_looks_at_what_temperature_and_top_k_left():
+def test_top_p_applies_after_temperature_and_top_k():
     probs = torch.tensor([0.4, 0.3, 0.2, 0.1])
     assert set(draws(probs.log(), 300, top_k=2, top_p=0.6)) == {0, 1}  # 0.57 of what is left, not 0.4
     assert set(draws(probs.log(), 300, top_k=2, top_p=0.55)) == {0}
@@ -152,7 +152,7 @@ def test_top_p_looks_at_what_temperature_and_top_k_left():
     assert set(draws(probs.log(), 300, temperature=0.25, top_p=0.75)) == {0, 1}
 
 
-def test_min_p_is_relative_to_the_likeliest_and_keeps_what_equals_it():
+def test_min_p_is_relative_to_the_most_likely_id_and_keeps_ids_at_the_bound():
     logits = torch.tensor([0.0, -1.0, -2.0, 0.0])
     assert set(draws(logits, 300, min_p=1)) == {0, 3}
     assert set(draws(logits, 300, min_p=math.exp(-1) + 1e-6)) == {0, 3}

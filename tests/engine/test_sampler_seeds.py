@@ -12,7 +12,7 @@ FLAT = torch.zeros(64)
 
 
 def assert_independent(streams: list[list[int]]) -> None:
-    """Streams of draws from FLAT: each uniform, and any two equal at a step as often as chance says."""
+    """Streams of draws from FLAT: each uniform, and any two equal at a step as often as by chance."""
     assert len({tuple(stream) for stream in streams}) == len(streams)
     assert_follows([token for stream in streams for token in stream], np.full(64, 1 / 64))
     table = np.array(streams)
@@ -23,7 +23,6 @@ def assert_independent(streams: list[list[int]]) -> None:
 
 
 def test_a_hundred_prompts_with_one_seed_get_independent_noise():
-    """P18."""
     assert_independent([draws(FLAT, 20, [5, 6, i], seed=42) for i in range(100)])
     assert_independent([draws(FLAT, 20, [7] * i, seed=42) for i in range(100)])
 
@@ -37,13 +36,12 @@ def test_seeds_get_independent_noise_and_all_their_bits_count():
     assert_independent([draws(FLAT, 20, [5, 6], seed=1 + (i << 32)) for i in range(100)])
 
 
-def test_seed_index_and_prompt_are_told_apart():
+def test_seed_index_and_prompt_are_distinguished():
     streams = [(1, 1, [1]), (11, 1, []), (1, 11, []), (1, 1, [1, 1]), (1, 1, [11]), (1, 0, [1]), (0, 1, [1])]
     assert len({tuple(draws(FLAT, 10, ids, index, seed=seed)) for seed, index, ids in streams}) == len(streams)
 
 
-def test_the_same_prompt_and_seed_get_the_same_draws_whatever_runs_beside():
-    """P18."""
+def test_the_same_prompt_and_seed_get_the_same_draws_beside_any_others():
     alone = draws(FLAT, 50, [1, 2, 3], seed=42)
     for neighbour in ({"seed": None}, {"seed": 42}, {"temperature": 0}):
         first, other, again = make([1, 2, 3], seed=42), make([9], **neighbour), make((1, 2, 3), seed=42)

@@ -1,4 +1,4 @@
-"""Requests on an engine, all that came out of them, and what they give alone."""
+"""Requests on an engine, their outputs, and their outputs alone on an engine."""
 
 import functools
 from collections import Counter
@@ -72,7 +72,7 @@ def start(model: LoadedModel, form: str, **config) -> LLM:
 
 
 class Desk:
-    """Requests on one engine and everything that came out of them."""
+    """Requests on one engine and all of their outputs."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -110,7 +110,7 @@ class Desk:
             assert steps < 3000, "no end"
 
     def result(self, request_id: int) -> object:
-        """All that must not depend on company, comparable to the bit."""
+        """Everything that must not depend on other requests, comparable to the bit."""
         if self.jobs[request_id].score:
             return torch.cat([part.hidden for part in self.parts[request_id]]).numpy().tobytes()
         parts = self.parts[request_id]
@@ -150,7 +150,7 @@ class Alone:
 
 
 def same(desk: Desk, alone: Alone, kind: str, form: str, skip: tuple[int, ...] = ()) -> None:
-    """Every request on the desk ended as it does alone, and left nothing behind."""
+    """Every request on the desk gave the same as alone, and nothing is left in the engine."""
     for request_id, job in desk.jobs.items():
         if request_id not in skip:
             assert desk.result(request_id) == alone(kind, form, job), f"{job}, preempted {desk.preempted[request_id]}x"
@@ -158,7 +158,7 @@ def same(desk: Desk, alone: Alone, kind: str, form: str, skip: tuple[int, ...] =
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> LLM:
-    """An engine whose step fails instead of reading logits for ever."""
+    """Let a step fail that reads logits endlessly."""
     calls: Counter[str] = Counter()
 
     def counting(logits: Callable) -> Callable:

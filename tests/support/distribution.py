@@ -15,7 +15,7 @@ from lean.sampling_params import SamplingParams
 
 
 class AtTheEdge(Exception):
-    """A probability lies so near a bound that rounding decides on which side."""
+    """A probability is so close to a bound that rounding decides on which side it lies."""
 
 
 def formula(logits, prompt, output, params: SamplingParams) -> list[float]:

@@ -1,4 +1,4 @@
-"""Draws of a sampler, and what their counts must be."""
+"""Draws of a sampler, and checks of their counts."""
 
 import math
 
@@ -34,7 +34,7 @@ def force(sampler, ids, vocab) -> None:
 
 
 class Numbers:
-    """In the place of random.Random: gives the numbers it was made with, the last one for ever."""
+    """Replaces random.Random: returns the given numbers in turn, then the last one again and again."""
 
     def __init__(self, *numbers):
         self._numbers = list(numbers)
@@ -44,7 +44,7 @@ class Numbers:
 
 
 def counts(logits, points, prompt=(), output=(), **params) -> np.ndarray:
-    """How often each id is drawn after ``output``, the numbers being evenly spaced in 0 .. 1."""
+    """How often each id is drawn after ``output``, with evenly spaced numbers from 0 to 1 in place of random ones."""
     found = np.zeros(len(logits))
     stateless = not {"repetition_penalty", "presence_penalty", "frequency_penalty"} & params.keys()
     sampler = None
@@ -58,14 +58,14 @@ def counts(logits, points, prompt=(), output=(), **params) -> np.ndarray:
 
 
 def assert_evenly(found: np.ndarray, probs) -> None:
-    """Each id as often as its probability says, to within one draw; ids without probability never."""
+    """Each id was drawn as often as its probability demands, to within one draw; ids of probability 0 never."""
     probs = np.asarray(probs, dtype=np.float64)
     assert not found[probs == 0].any()
     assert np.abs(found - probs * found.sum()).max() <= 1 + 1e-6
 
 
 def assert_follows(found: list[int], probs) -> None:
-    """Chi-square of the counts of random draws, far out in its tail; ids without probability never occur."""
+    """The counts of random draws pass a chi-square test with a wide margin; ids of probability 0 never occur."""
     probs = np.asarray(probs, dtype=np.float64)
     seen = np.bincount(found, minlength=len(probs))
     assert not seen[probs == 0].any()

@@ -1,10 +1,10 @@
-"""Norms of a model without rounding."""
+"""Norms of a model, computed without rounding to float32."""
 
 import torch
 
 
 def exact_norms(module: torch.nn.Module) -> torch.nn.Module:
-    """RMSNorm without transformers' rounding to float32."""
+    """Replace the forward of RMSNorm and of Cohere's LayerNorm, in which transformers rounds to float32."""
     for norm in module.modules():
         name = type(norm).__name__
         if name.endswith("RMSNorm"):

@@ -19,7 +19,7 @@ NAME = "in_cache_positions"
 class StreamingOracle:
     """transformers' model, one token a step, over a cache of unrotated keys. ``window`` 0 keeps every token.
 
-    Layers with a window of their own keep theirs, without sinks.
+    Layers with a sliding window keep it, without sinks.
     """
 
     def __init__(self, folder: Path, window: int, sinks: int, *, pairs: bool = False) -> None:

@@ -54,7 +54,7 @@ def hidden(llm: LLM, ids: list[int]) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the bit, and finite."""
+    """Whether both are equal to the bit and finite."""
     return bool(a.isfinite().all()) and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 

@@ -74,7 +74,7 @@ def alone(loaded):
 
 
 class Crowd:
-    """Keeps an engine busy with JOBS and collects what each request says."""
+    """Keeps an engine busy with JOBS and collects the tokens of each request."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self.llm, self.random = llm, random.Random(seed)
@@ -105,7 +105,7 @@ class Crowd:
         raise AssertionError("requests that do not end")
 
     def check(self, alone: list[list[list[int]]], cancelled: set[int]) -> None:
-        """Every sequence ended once; the survivors said what they say alone, the cancelled the beginning of it."""
+        """Every sequence ended once. Survivors gave their tokens of a run alone, cancelled ones the first of these."""
         for request_id, job in self.jobs.items():
             n = JOBS[job][1].n
             assert len(self.reasons[request_id]) == n
@@ -118,7 +118,7 @@ class Crowd:
 
 
 def phases(llm: LLM) -> dict[str, list[int]]:
-    """Requests by what they are in the middle of."""
+    """Request ids by the phase that their requests are in."""
     found: dict[str, list[int]] = {"queued": [], "preempted": [], "prefill": [], "decode": [], "siblings": []}
     for request in waiting_sequences(llm):
         found["preempted" if request.output_token_ids else "queued"].append(request.request_id)
@@ -230,7 +230,7 @@ def test_an_abort_from_another_thread_takes_effect_at_the_end_of_the_running_ste
 
 
 def test_aborts_from_many_threads_while_stepping(llm, alone):
-    """Whoever was aborted has ended by the end of the step after the call."""
+    """An aborted request has ended by the end of the step after the call."""
     crowd, done, cancelled = Crowd(llm, seed=4), Counter(), set()
     ended_at: dict[int, int] = {}
     called_at: dict[int, int] = {}
@@ -274,7 +274,7 @@ def test_aborts_from_many_threads_while_stepping(llm, alone):
     crowd.check(alone, cancelled)
 
 
-def test_what_a_stream_that_was_left_still_says_reaches_nobody(llm):
+def test_late_outputs_of_an_abandoned_stream_reach_nobody(llm):
     """Also while another thread is in the middle of a step."""
     stream = llm.stream(tokens(5), ask(20))
     next(stream)
@@ -284,7 +284,7 @@ def test_what_a_stream_that_was_left_still_says_reaches_nobody(llm):
 
 
 def test_hidden_states_are_whole_beside_another_thread_that_steps(llm):
-    """The other thread may do the last step between a look into the results and the look whether all is done."""
+    """The other thread may run the last step between reading the outputs and asking whether the request has ended."""
     want = torch.cat([rows for _, rows in llm.hidden_states(tokens(20))])
     step_at_second_look(llm, steps=3)
     found = torch.cat([rows for _, rows in llm.hidden_states(tokens(20))])

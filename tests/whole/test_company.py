@@ -1,7 +1,8 @@
-"""A request's numbers do not depend on its company: alone, beside others, preempted, forked or continued, to the bit.
+"""A request gives the same numbers alone, beside others, preempted and forked, to the bit.
 
-What is compared are token ids, log-probabilities and, of scoring requests, hidden states. Deterministic mode, one
-thread; lengths exceed the sliding window of 32 tokens, the residual and the exact sinks.
+Compared are token ids, log-probabilities and, for scoring requests, hidden states. Deterministic mode, one thread;
+lengths exceed the sliding window of 32 tokens, the residual and the exact sinks. Continued requests are in
+test_continuation.py.
 """
 
 import random
@@ -61,7 +62,7 @@ def alone(model):
 
 
 @pytest.mark.parametrize(("kind", "form"), SEVERAL)
-def test_a_request_alone_is_the_request_in_a_crowd_in_any_order_and_after_a_cancelled_one(model, alone, kind, form):
+def test_a_request_gives_the_same_alone_and_in_a_crowd_in_any_order_and_after_a_cancelled_one(model, alone, kind, form):
     shuffled = random.Random(form).sample(JOBS, len(JOBS))
     many = kind == "llama" and form in ("fp32", "int4 with residual")
     crowds = [shuffled[:2], shuffled[2:7], shuffled] + [JOBS, JOBS[::-1]] * many
@@ -83,7 +84,7 @@ def test_a_request_alone_is_the_request_in_a_crowd_in_any_order_and_after_a_canc
 
 
 @pytest.mark.parametrize(("kind", "form"), SEVERAL)
-def test_a_preempted_request_is_the_request_left_alone_and_so_are_preempted_siblings(model, alone, kind, form):
+def test_a_preempted_request_gives_the_same_as_alone_and_so_do_preempted_siblings(model, alone, kind, form):
     desk = Desk(start(model(kind), form, block_size=8, num_blocks=13))
     old = desk.add(Job(36, ask(13)))
     forked = desk.add(Job(23, ask(18, n=3, **PENALIZED)))
@@ -94,8 +95,8 @@ def test_a_preempted_request_is_the_request_left_alone_and_so_are_preempted_sibl
 
 
 @pytest.mark.parametrize(("kind", "form"), FEW)
-def test_a_request_preempted_twice_is_the_request_left_alone(model, alone, kind, form):
-    """The youngest comes back when the first has ended, and has to go again."""
+def test_a_request_preempted_twice_gives_the_same_as_alone(model, alone, kind, form):
+    """The youngest is admitted again when the first has ended, and is preempted again."""
     desk = Desk(start(model(kind), form, block_size=8, num_blocks=11))
     desk.add(Job(32, ask(20)))
     desk.add(Job(18, ask(39, **COUNTED)))
@@ -108,8 +109,8 @@ def test_a_request_preempted_twice_is_the_request_left_alone(model, alone, kind,
 @pytest.mark.parametrize(
     ("kind", "form"), [*FEW, ("llama", "int8 with residual"), ("mixtral", "int4 without residual")]
 )
-def test_forked_siblings_are_the_request_alone(model, alone, kind, form):
-    """Greedy ones all equal the lone answer; the first sampled one does, and the others differ from it."""
+def test_forked_siblings_give_the_same_as_the_request_alone(model, alone, kind, form):
+    """All greedy siblings give the answer of a request alone. Of sampled siblings the first does, the others differ."""
     for length in (16, 45):  # full blocks only, and a part of one that is shared
         desk = Desk(start(model(kind), form, prefill_chunk=20, max_num_seqs=7, max_num_batched_tokens=32))
         greedy = desk.add(Job(length, ask(8, n=4)))
@@ -159,7 +160,7 @@ def test_every_sibling_reports_the_prompt_logprobs(model, alone, monkeypatch, le
     assert desk.result(forked) == [single] * 3
 
 
-def test_a_scoring_request_asked_for_n_times_ends_or_is_refused(model):
+def test_a_scoring_request_with_n_2_ends_or_is_refused(model):
     llm = start(model("llama"), "fp32")
     with suppress(RequestError):
         llm.add_request(tokens(5), SamplingParams(n=2), keep_hidden=True)
@@ -169,7 +170,7 @@ def test_a_scoring_request_asked_for_n_times_ends_or_is_refused(model):
 
 
 def test_prompt_logprobs_of_an_id_that_is_no_token_hurt_nobody_else(model, monkeypatch):
-    """Rows 259 .. 263 of the output layer belong to no token. Refused, or ended with an error, as one likes."""
+    """Rows 259 .. 263 of the output layer belong to no token. Both a refusal and an error are fine."""
     llm = impatient(monkeypatch, start(model("llama"), "fp32"))
     with suppress(RequestError):
         llm.add_request([5, 262, 7], ask(3, prompt_logprobs=0))

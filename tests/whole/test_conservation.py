@@ -1,4 +1,4 @@
-"""Nothing is lost, starved or overwritten, whatever requests do, cancel, fork, keep, and however steps fail.
+"""No block is lost, no request starves and no cached token is overwritten, under any requests and failing steps.
 
 The scheduler and the block manager without a model: a shadow of the cache remembers which token of which history was
 written into which slot. A tiny model under cancellations, exceptions and threads is in test_cancellation.py.
@@ -36,7 +36,7 @@ POOLS = {
 
 
 def histories(token_ids: list[int]) -> list[int]:
-    """Per position, a value that stands for its token and all before it, as K and V of that position do."""
+    """Per position, a value that depends on its token and all before it, as K and V of that position do."""
     return list(accumulate(token_ids, lambda before, token: hash((before, token)), initial=0))[1:]
 
 
@@ -71,9 +71,9 @@ class Conservation(RuleBasedStateMachine):
         self.random = random.Random(seed)
         self.next_id = 0
         self.alive: dict[int, Request] = {}  # every sequence that has not ended, siblings to come included
-        self.texts: dict[int, list[int]] = {}  # kept ones: what was said in them
+        self.texts: dict[int, list[int]] = {}  # the tokens of kept sequences
         draw = self.random.randint
-        for _ in range(draw(0, 8)):  # company from the start: that makes forks, kept sequences and preemptions common
+        for _ in range(draw(0, 8)):  # requests from the start make forks, kept sequences and preemptions common
             self.put(draw(1, 16), draw(15, 40), draw(1, 3), draw(0, 1) == 1, False, "nothing")
 
     # --- what callers do ---
@@ -96,7 +96,7 @@ class Conservation(RuleBasedStateMachine):
         if continues == "kept" and self.texts:
             source = self.random.choice(sorted(self.texts))
             said = self.texts[source]
-            # All that was said and something new, or a shorter beginning and then other words.
+            # All tokens of the kept sequence and new ones, or a shorter beginning and then other tokens.
             kept = len(said) if self.random.random() < 0.6 else self.random.randint(0, len(said))
             prompt = [*said[:kept], *prompt[: self.random.randint(0, 20)]] or prompt
         elif continues == "any":
@@ -269,7 +269,7 @@ class Conservation(RuleBasedStateMachine):
 
     @invariant()
     def what_is_in_the_cache_is_whole(self):
-        """Also that of sequences that did not run, and of those that are only kept."""
+        """Sequences that did not run and sequences that are only kept are checked too."""
         if not hasattr(self, "manager") or self.manager.copies:
             return
         texts = {request.seq_id: request.tokens(0, request.num_tokens) for request in self.scheduler.running}
@@ -284,7 +284,7 @@ class Conservation(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "manager"):
             return
-        # The oldest gets a token in every step and never gives way. Whatever it ends with, the next one is the oldest.
+        # The oldest gets a token in every step and is never preempted. When it has ended, the next one is the oldest.
         bound = sum(len(r.prompt_token_ids) + r.params.max_tokens for r in self.alive.values())
         for _ in range(bound):
             if not self.one_step():

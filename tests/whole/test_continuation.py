@@ -32,7 +32,7 @@ class Talk:
         self.last: int | None = None
 
     def turn(self, new: list[int], params: SamplingParams, **options) -> RequestOutput:
-        """Say ``new`` after all that was said; returns the first output of the answer."""
+        """Add ``new`` to the history and get an answer; returns its first output."""
         prompt = options.pop("prompt", self.history + new)
         options = {"keep_cache": True, "continues": self.last, **options}
         self.last = self.desk.add(Job(len(prompt), params), prompt=prompt, **options)
@@ -48,7 +48,7 @@ class Talk:
 
 @pytest.fixture
 def talk(model):
-    """``talk(kind, form, **config)``; at the end nothing but what is kept may be held, and then nothing."""
+    """``talk(kind, form, **config)``; once kept sequences are released, nothing may be left."""
     made: list[Talk] = []
 
     def begin(kind: str, form: str, **config) -> Talk:
@@ -65,7 +65,7 @@ def talk(model):
 
 
 @pytest.mark.parametrize(("kind", "form"), SEVERAL)
-def test_a_conversation_is_the_request_that_starts_from_nothing(talk, kind, form):
+def test_a_conversation_gives_the_same_as_requests_that_start_from_nothing(talk, kind, form):
     """Everything but the last token drawn is in the cache already."""
     one = talk(kind, form)
     assert one.turn(tokens(30), ask(5)).cached_tokens == 0
@@ -98,7 +98,7 @@ def test_two_conversations_beside_each_other_keep_apart(talk, form):
 
 
 @pytest.mark.parametrize(("kind", "form"), FEW)
-def test_when_memory_is_short_kept_sequences_go_and_answers_stay(talk, kind, form):
+def test_when_memory_is_short_kept_sequences_are_dropped_and_answers_stay_the_same(talk, kind, form):
     one = talk(kind, form, num_blocks=10, max_model_len=160)
     one.turn(tokens(50), ask(10))
     stranger = one.desk.add(Job(100, ask(12)))
@@ -110,7 +110,7 @@ def test_when_memory_is_short_kept_sequences_go_and_answers_stay(talk, kind, for
     assert one.turn(tokens(5), ask(10)).cached_tokens == 74
 
 
-def test_the_oldest_kept_sequence_goes_first(talk):
+def test_the_oldest_kept_sequence_is_dropped_first(talk):
     one = talk("llama", "fp32", num_blocks=10, max_model_len=160)
     kept = []
     for seed in range(3):
@@ -125,7 +125,7 @@ def test_the_oldest_kept_sequence_goes_first(talk):
 @pytest.mark.parametrize("same_until", [0, 1, 15, 16, 17, 39])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_prompt_that_differs_in_the_middle_reuses_only_what_comes_before(talk, kind, same_until):
-    """Windows may have let go of what the differing token sees; then all is computed again."""
+    """A window may have evicted keys that the first differing token sees; then everything is computed again."""
     for form in ("fp32", "int4 with residual"):
         one = talk(kind, form)
         one.turn(tokens(40), ask(4))
@@ -133,7 +133,7 @@ def test_a_prompt_that_differs_in_the_middle_reuses_only_what_comes_before(talk,
         cached = one.turn([], ask(3), prompt=other).cached_tokens
         whole = kind == "llama" and form == "fp32"
         assert cached == same_until if whole else cached in (0, same_until)
-        if same_until:  # of nothing there is nothing to continue, and the first one stays
+        if same_until:  # without a common token the first sequence is not continued and stays
             assert one.desk.llm.stats().tokens_held == len(one.history) - 1
 
 
@@ -144,7 +144,7 @@ def test_a_prompt_that_is_the_beginning_of_what_is_kept_computes_one_token(talk)
         assert one.turn([], ask(6), prompt=one.history[:length]).cached_tokens == length - 1
 
 
-def test_what_is_not_there_to_be_continued_is_ignored(talk):
+def test_an_unknown_or_already_continued_request_is_not_continued(talk):
     one = talk("llama", "int8 with residual")
     one.turn(tokens(40), ask(10))
     first, history = one.last, one.history
@@ -153,10 +153,10 @@ def test_what_is_not_there_to_be_continued_is_ignored(talk):
     assert one.turn(tokens(3), ask(4), continues=first).cached_tokens == len(history) - 1
     one.history = history
     assert one.turn(tokens(3), ask(4), continues=first).cached_tokens == 0, "it was continued already"
-    assert one.turn(tokens(3), ask(4), continues=one.last + 1).cached_tokens == 0, "oneself"
+    assert one.turn(tokens(3), ask(4), continues=one.last + 1).cached_tokens == 0, "a request cannot continue itself"
 
 
-def test_of_two_that_continue_one_only_the_first_reuses_it(talk):
+def test_of_two_requests_that_continue_the_same_one_only_the_first_reuses_its_cache(talk):
     one = talk("llama", "k8v4 with residual")
     one.turn(tokens(40), ask(10))
     prompts = [[*one.history, *tokens(7, seed)] for seed in (1, 2)]
@@ -209,7 +209,7 @@ def test_siblings_can_continue_a_kept_sequence(talk, kind, form):
 
 
 def test_a_continued_request_reports_all_prompt_logprobs(talk, monkeypatch):
-    """They need every row of the prompt, so what is kept does not help."""
+    """Log-probabilities of the prompt need every row of it, so the kept cache is not reused."""
     one = talk("llama", "int8 with residual")
     impatient(monkeypatch, one.desk.llm)
     one.turn(tokens(40), ask(6))

@@ -95,7 +95,7 @@ def test_the_number_of_threads_changes_nothing(model, kind):
 
 @pytest.mark.parametrize("form", ["fp32", "int4 with residual", "k8v4 without residual"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_alone_is_the_request_in_company_and_after_a_cancelled_one(model, kind, form):
+def test_a_request_gives_the_same_rows_alone_and_in_company_and_after_a_cancelled_one(model, kind, form):
     prompts = [tokens(length, seed=length) for length in (40, 3, 35, 17)]
     alone = [run(start(model(kind), form), ids) for ids in prompts]
     # Steps of 24 tokens mix pieces of several prompts; blocks of the cancelled request go to the later ones.
@@ -156,7 +156,7 @@ def test_a_mixture_of_experts_runs_in_float64(tiny):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_first_run_of_an_engine_is_its_third(model, form):
+def test_the_first_run_of_an_engine_gives_the_bits_of_the_third(model, form):
     llm = start(model("gemma3"), form, 16, deterministic=False)
     first, _, third = (run(llm) for _ in range(3))
     assert not bits_differ(first, third)

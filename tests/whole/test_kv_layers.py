@@ -44,7 +44,7 @@ def hidden(llm: LLM, ids: list[int] = IDS) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the bit, and finite."""
+    """Whether both are equal to the bit and finite."""
     return bool(a.isfinite().all()) and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
@@ -162,7 +162,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize(("kind", "options"), MIXTURES)
 def test_chunks_forks_and_leftovers_change_no_bit_of_a_mixture(model, kind, options):
-    """Every pool of a mixture evicts, forks and is taken again by its own rule."""
+    """Every pool of a mixture evicts, forks and reuses blocks by its own rule."""
     want = hidden(start(model(kind), **options))
     for chunk in (7, 64):
         llm = start(model(kind), prefill_chunk=chunk, block_size=8, **options)
@@ -178,7 +178,7 @@ def test_chunks_forks_and_leftovers_change_no_bit_of_a_mixture(model, kind, opti
     nothing_left(llm)
 
 
-def test_a_preempted_request_is_the_request_left_alone_in_a_mixture(model):
+def test_a_preempted_request_gives_the_same_as_alone_in_a_mixture(model):
     options = {"kv_layers": MIXTURE, "kv_residual_length": 8, "block_size": 8}
     params = SamplingParams(40, temperature=0.9, seed=5, ignore_eos=True, logprobs=0)
     alone = [start(model("llama"), **options).generate([ids], params)[0] for ids in (IDS[:40], IDS[50:90])]

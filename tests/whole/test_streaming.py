@@ -103,7 +103,7 @@ def kind_of(name: str) -> tuple[str, dict]:
 
 @pytest.fixture(scope="module")
 def oracle(tiny):
-    """``oracle(name, window, sinks, steps)``: rows of the first so many tokens."""
+    """``oracle(name, window, sinks, steps)``: rows of the first ``steps`` tokens."""
 
     @functools.cache
     def rows(name: str, window: int, sinks: int, steps: int) -> torch.Tensor:
@@ -116,15 +116,14 @@ def oracle(tiny):
 
 @pytest.mark.parametrize("name", LONG)
 def test_every_row_of_500_equals_a_cache_that_numbers_its_keys_anew(model, oracle, name):
-    """W12. One shot and in pieces; the last layers' keys hang on what the windows below showed."""
+    """In one chunk and in several. Keys of upper layers depend on what the windows of lower layers showed."""
     want = oracle(name, WINDOW, SINKS, STEPS)
     for chunk in (512, 33):
         assert distance(hidden(start(model(name), prefill_chunk=chunk), tokens(STEPS)), want) < TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "steps"), [("llama", STEPS), ("yarn, 2 layers", 150)])
-def test_every_step_of_decode_equals_it_too(model, oracle, name, steps):
-    """W12, W13."""
+def test_every_step_of_decode_equals_that_cache_too(model, oracle, name, steps):
     want = oracle(name, WINDOW, SINKS, STEPS)[:steps]
     assert distance(hidden(start(model(name), prefill_chunk=1), tokens(steps)), want) < TOLERANCE
 
@@ -137,19 +136,19 @@ def test_generated_tokens_are_those_of_the_oracle(model, tiny):
     streaming = StreamingOracle(tiny("llama", **LONG["llama, 2 layers"][1]), WINDOW, SINKS)
     rows = streaming.hidden(tokens(40) + answer.token_ids[:-1])[39:]
     with torch.inference_mode():
-        likeliest = streaming.model.lm_head(rows)[:, :259].argmax(-1)  # lean never draws what belongs to no token
-    assert answer.token_ids == likeliest.tolist()
+        most_likely = streaming.model.lm_head(rows)[:, :259].argmax(-1)  # lean never draws rows that belong to no token
+    assert answer.token_ids == most_likely.tolist()
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_sinks_work_on_every_kind_of_model(model, oracle, name):
-    """W15, W07. Layers that slide on their own keep their 32 tokens and have no visible sinks."""
+    """Layers with a sliding window keep their 32 tokens and have no visible sinks."""
     want = oracle(name, WINDOW, SINKS, 160)
     assert distance(hidden(start(model(name), prefill_chunk=37), tokens(160)), want) < TOLERANCE
 
 
 def test_global_layers_keep_their_own_scaling_under_a_window(tiny):
-    """W10: linear scaling belongs to Gemma's global layers only, and so does the turn for the sinks."""
+    """Linear scaling belongs to Gemma's global layers only, and so does the turn for the sinks."""
     folder, ids = tiny("gemma3", rope_parameters=GLOBAL_LINEAR, **LOCAL_AND_GLOBAL), tokens(400)
     want = StreamingOracle(folder, WINDOW, SINKS).hidden(ids)
     assert distance(hidden(start(read(folder), prefill_chunk=64), ids), want) < TOLERANCE
@@ -163,8 +162,8 @@ def test_any_window_and_any_number_of_sinks(model, oracle, window, sinks):
     assert distance(hidden(llm, tokens(180)), want) < TOLERANCE
 
 
-def test_a_key_at_its_true_position_would_be_seen(model, oracle):
-    """The oracle tells the two conventions apart: without the turn, rows differ as soon as a token has gone."""
+def test_the_oracle_notices_sinks_at_their_true_positions(model, oracle):
+    """Without the turn of the query, rows differ as soon as a token has left the window."""
     llm = start(model("llama"))
     runner(llm).sink_rotary = None
     found, want = hidden(llm, tokens(STEPS)), oracle("llama", WINDOW, SINKS, STEPS)
@@ -172,8 +171,8 @@ def test_a_key_at_its_true_position_would_be_seen(model, oracle):
     assert (found - want)[WINDOW + SINKS :].abs().amax(-1).min() > 1e-4
 
 
-def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
-    """W13: positions are the true ones; the last sink always stands one behind the first token of the window."""
+def test_positions_and_shifts_of_sinks_do_not_depend_on_evicted_blocks(model):
+    """Positions are the true ones. For every row the last sink stands right before the first token of the window."""
     llm, rows, shifts, evicted = start(model("llama"), block_size=8, prefill_chunk=5), [], [], []
     make, rotary = runner(llm).batch, runner(llm).sink_rotary
 
@@ -201,12 +200,12 @@ def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
         assert (moved > 0) == gone
 
 
-# --- frequencies that hang on the length ---
+# --- frequencies that depend on the length ---
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_frequencies_that_change_with_the_length_are_fixed_at_load_and_then_streamed(tiny, name):
-    """A window takes any length: what is fixed is the longest that the model is made for."""
+    """A window takes any length, so frequencies are those of the longest length that the model supports."""
     if name == "dynamic":
         rope = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
         folder = tiny("llama", rope_parameters=rope, max_position_embeddings=64, **TWO_LAYERS)
@@ -218,7 +217,7 @@ def test_frequencies_that_change_with_the_length_are_fixed_at_load_and_then_stre
     assert distance(hidden(llm, ids), FixedOracle(folder, WINDOW, SINKS).hidden(ids)) < TOLERANCE
 
 
-# --- what cannot be turned back ---
+# --- positions that cannot be turned back ---
 
 
 NOPE = {**TWO_LAYERS, "no_rope_layers": [1, 0]}
@@ -227,8 +226,8 @@ REFUSED = {
     "no rotation in layer 1": ("smollm3", NOPE, "layer 1"),
     "no rotation in the global layer": ("cohere2", {**LOCAL_AND_GLOBAL, "sliding_window": 32}, "layer 1"),
     "angles in halves, dims in pairs": ("glm", GLM, "layer 0"),
-    "the same": ("glm4", GLM, "layer 0"),
-    "and again": ("ernie4_5", TWO_LAYERS, "layer 0"),
+    "angles in halves, dims in pairs, glm4": ("glm4", GLM, "layer 0"),
+    "angles in halves, dims in pairs, ernie4_5": ("ernie4_5", TWO_LAYERS, "layer 0"),
     "learned positions": ("gpt2", {**TWO_LAYERS, "n_positions": 512}, "no rotary"),
     "learned, with an offset": ("opt", {**TWO_LAYERS, "ffn_dim": 64}, "no rotary"),
 }
@@ -248,7 +247,7 @@ def test_positions_that_cannot_be_turned_back_are_refused_with_a_window_and_serv
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ["smollm3", "glm"])
-def test_every_dtype_tells_them_apart(tiny, kind, dtype):
+def test_positions_that_cannot_be_turned_back_are_found_in_every_dtype(tiny, kind, dtype):
     folder = tiny(kind, **{"smollm3": NOPE, "glm": GLM}[kind])
     assert "turn back" in refusal(LLM, str(folder), EngineConfig(window=WINDOW, dtype=dtype))
 
@@ -261,7 +260,7 @@ def test_rounding_of_narrow_dtypes_is_not_taken_for_a_wrong_rotation(tiny, name,
 
 
 def test_a_turn_by_wrong_frequencies_fails_the_self_test(model, monkeypatch):
-    """The probe must see an error of one part in a hundred in a single frequency."""
+    """The self-test must find an error of 1% in a single frequency."""
     llm = start(model("llama"))
     of = SinkRotary.of
 

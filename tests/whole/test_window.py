@@ -47,14 +47,14 @@ def banded(folder: Path, ids: list[int], window: int) -> torch.Tensor:
     ("prompt", "window", "chunk"), [(512, 128, 128), (384, 128, 128), (300, 128, 128), (128, 128, 32), (300, 20, 512)]
 )
 def test_a_prompt_longer_than_the_window_equals_a_band_mask(tiny, model, prompt, window, chunk):
-    """W03, and 40 steps of decode behind it."""
+    """40 steps of decode follow the prompt."""
     ids = tokens(prompt, seed=3)
     llm = start(model("llama, 2 layers"), window=window, sinks=0, prefill_chunk=chunk)
     want = banded(tiny("llama", **TWO), ids, window)
     assert (llm.logits(hidden(llm, ids)) - want).abs().max() < 1e-5
     [answer] = llm.generate([ids], SamplingParams(40, temperature=0, ignore_eos=True, logprobs=0))
     want = banded(tiny("llama", **TWO), ids + answer.token_ids[:-1], window)[prompt - 1 :]
-    want = want[:, :259].log_softmax(-1)  # the others belong to no token
+    want = want[:, :259].log_softmax(-1)  # the other rows belong to no token
     found = torch.tensor([entry.logprob for entry in answer.logprobs])
     assert (found - want.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]).abs().max() < 1e-5
 
@@ -71,7 +71,7 @@ GRID = [
 
 @pytest.mark.parametrize(("kv_dtype", "window", "sinks", "length"), GRID)
 def test_one_shot_chunked_and_stepwise_are_the_same_bits_under_a_window(model, kv_dtype, window, sinks, length):
-    """Chunks longer than the window, W <= R, one token; stepwise for the length of two windows and more."""
+    """Chunks longer than the window, W <= R, and chunks of one token for at least two windows."""
     options = {"window": window, "sinks": sinks, **residual(kv_dtype, length)}
     want = hidden(start(model("llama, 2 layers"), kv_dtype, **options), IDS)
     for chunk in (7, 33, 64):
@@ -107,7 +107,7 @@ def test_chunks_and_threads_change_no_bit_of_bfloat16_models_under_a_window(tiny
 @pytest.mark.parametrize("window", [1, 31, 33])
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_prefill_and_decode_agree_around_the_length_of_the_window(model, window, sinks):
-    """W02: every length from W - 1 to W + S + 2, its last row in one shot and as a step of its own."""
+    """For every length from W - 1 to W + S + 2 the last row is computed in one chunk and in a single step."""
     options = {"window": window, "sinks": sinks, "kv_residual_length": 0}
     one_shot, stepwise = (start(model("llama"), "int8", prefill_chunk=c, **options) for c in (512, 1))
     steps = hidden(stepwise, IDS[: window + sinks + 2])
@@ -117,7 +117,7 @@ def test_prefill_and_decode_agree_around_the_length_of_the_window(model, window,
 
 @pytest.mark.parametrize("length", [127, 128, 129, 1023])
 def test_the_last_piece_of_a_prompt_evicts_nothing_too_early(model, length):
-    """W05: no padding enters the cache, which counts the tokens that are there."""
+    """No padding enters the cache: it holds exactly the tokens of the prompt."""
     ids = tokens(length, seed=5)
     options = {"window": 64, "sinks": 4, "kv_residual_length": 16}
     llm = start(model("llama"), "int8", prefill_chunk=128, **options)
@@ -137,7 +137,6 @@ def test_the_last_piece_of_a_prompt_evicts_nothing_too_early(model, length):
 
 
 def test_a_text_longer_than_the_model_is_refused_without_a_window_and_served_with_one(tiny):
-    """W17."""
     folder = tiny("llama", max_position_embeddings=64, **TWO)
     plain = LLM(str(folder))
     # The last token of a text is only predicted, so it needs no place in the cache.
@@ -164,7 +163,7 @@ def test_a_text_longer_than_the_model_is_refused_without_a_window_and_served_wit
 def test_every_cell_of_the_grid_works_or_is_refused_before_loading(
     tiny, model, monkeypatch, name, window, sinks, kv_dtype
 ):
-    """W19, N19: nothing fails at the first request."""
+    """No combination fails only at the first request."""
     rests = [{}, residual(kv_dtype, 0), residual(kv_dtype, 40)]
     if not window and sinks:
         rest = {"kv_dtype": kv_dtype, **rests.pop(1)}
@@ -181,18 +180,18 @@ def test_every_cell_of_the_grid_works_or_is_refused_before_loading(
         nothing_left(llm)
 
 
-# --- what has no effect or may harm is said ---
+# --- notes about windows without effect or with risk ---
 
 
-def test_a_window_that_reaches_no_layer_is_not_taken_in_silence(model):
-    """W20, U06: Mistral slides in every layer, so a user's window does nothing; somebody has to say so."""
+def test_a_window_that_reaches_no_layer_is_reported(model):
+    """Every layer of Mistral has a sliding window, so a user's window has no effect, and a note must say so."""
     llm = start(model("mistral"), window=100)  # or a refusal
     assert any("window" in note for note in llm.notes)
     assert "window 100" not in start_up_line(llm)
 
 
-def test_a_window_longer_than_the_positions_of_the_model_is_not_taken_in_silence(tiny):
-    """Under it a row sees keys at distances that the model was never made for, as far as any text without one."""
+def test_a_window_longer_than_the_positions_of_the_model_is_reported(tiny):
+    """Under such a window a row sees keys at distances for which the model was not trained."""
     folder = tiny("llama", max_position_embeddings=64, **TWO)
     llm = LLM(str(folder), EngineConfig(window=500))  # or a refusal
     assert any("500" in note and "64" in note for note in llm.notes)
@@ -200,7 +199,7 @@ def test_a_window_longer_than_the_positions_of_the_model_is_not_taken_in_silence
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "k8v4", "int4"])
 def test_learned_sink_logits_and_a_quantized_cache_are_not_taken_for_a_wrong_rotation(tiny, kv_dtype):
-    """W19: with sink logits a lone token's attention depends on the rounding of its key, and so on its position."""
+    """With sink logits a lone token's attention depends on the rounding of its key, and so on its position."""
     folder = tiny("gpt_oss", num_hidden_layers=8)
     assert (
         LLM(str(folder), EngineConfig(kv_dtype=kv_dtype, kv_residual_length=0, window=100)).score(IDS).isfinite().all()

@@ -1,4 +1,4 @@
-"""Under a window a request beside others, forked, preempted or continued is the request alone."""
+"""Under a window a request beside others, forked, preempted or continued gives the same as alone."""
 
 import pytest
 from engine_state import check_integrity, nothing_left, preempt
@@ -25,8 +25,8 @@ FORMS = [("fp32", {}), ("fp8", {"kv_residual_length": 0}), ("int4", {"kv_residua
 
 @pytest.mark.parametrize(("kv_dtype", "rest"), FORMS)
 @pytest.mark.parametrize("name", ["llama, 2 layers", "gemma3, mixed"])
-def test_forked_and_preempted_requests_are_the_request_alone_under_a_window(model, name, kv_dtype, rest):
-    """N19 too: e4m3 blocks are forked, copied and evicted. Preempted twice, once in the middle of the prompt."""
+def test_forked_and_preempted_requests_give_the_same_as_alone_under_a_window(model, name, kv_dtype, rest):
+    """The request is preempted twice, once in the middle of its prompt. Blocks are forked, copied and evicted."""
     options = {"window": 40, "sinks": 4, "block_size": 8, "prefill_chunk": 30, **rest}
     [alone] = results(start(model(name), kv_dtype, **options), IDS[:77])
     llm = start(model(name), kv_dtype, **options)
@@ -52,8 +52,8 @@ def test_forked_and_preempted_requests_are_the_request_alone_under_a_window(mode
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("kept", [150, 149, 143, 128, 100])
-def test_a_second_turn_is_a_fresh_run_whether_its_beginning_is_still_there_or_not(model, kv_dtype, kept):
-    """W09: a turn of three windows behind the first, then single steps. From token 100 on the window is gone."""
+def test_a_second_turn_gives_the_same_as_a_fresh_run_whether_its_beginning_is_cached_or_not(model, kv_dtype, kept):
+    """A turn of three windows after the first window, then single steps. With ``kept`` 100 it is evicted already."""
     options = {"window": 40, "sinks": 4, "kv_residual_length": 8, "prefill_chunk": 64}
     ids = IDS[:kept] + tokens(3 * 40, seed=8)
     llm = start(model("gemma3, mixed"), kv_dtype, **options)

@@ -23,7 +23,7 @@ def model(tiny):
     ("kv_dtype", "sinks", "length"), [("int8", 4, 16), ("fp8", 40, 0), ("k8v4", 0, 64), ("int4", 4, 100)]
 )
 def test_blocks_in_use_are_constant_once_the_window_is_full(model, kv_dtype, sinks, length):
-    """W18, N19: no end, no growth, and what the plan says is the most that is ever held."""
+    """The number of blocks stays constant and within the bytes of the plan at any length."""
     options = {"window": 64, "sinks": sinks, "max_num_seqs": 1, **residual(kv_dtype, length)}
     llm = start(model("llama"), kv_dtype, prefill_chunk=32, **options)
     request_id = llm.add_request(tokens(3000), keep_hidden=True)
@@ -48,7 +48,7 @@ def test_blocks_in_use_are_constant_once_the_window_is_full(model, kv_dtype, sin
 
 
 def test_window_and_quantization_save_memory_together(model):
-    """W20: neither option wins over the other; both effects multiply, up to block rounding."""
+    """The savings of both options multiply, up to block rounding."""
     held = {}
     for kv_dtype in ("fp32", "int8"):
         for window in (None, 60):
@@ -68,9 +68,9 @@ def test_window_and_quantization_save_memory_together(model):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 def test_the_workspace_does_not_grow_with_the_prompt_under_a_window(model):
-    """W27: a mask of all pairs alone would take 256 MiB here, a chunk's scores 128 MiB."""
+    """A mask of all pairs alone would take 256 MiB here, a chunk's scores 128 MiB."""
     llm = start(model("llama"), "int8", window=64, deterministic=False, max_num_seqs=1)
-    for _ in llm.hidden_states(tokens(2048)):  # what is allocated once
+    for _ in llm.hidden_states(tokens(2048)):  # some memory is allocated once, at first use
         pass
     ids = tokens(16_384)
     resident.restart_peak()
@@ -102,7 +102,7 @@ def test_what_the_cache_held_before_does_not_matter_under_a_window(model, name, 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("length", [0, 16])
 def test_a_thousand_evictions_move_no_visible_key(model, kv_dtype, length):
-    """W18: keys are written once. The sinks, and the oldest keys of the window, hold the bytes of their first day."""
+    """Keys are written once: sinks and the oldest keys of the window hold the bytes first written."""
     window, sinks, count = 64, 4, 1_100
     options = {"window": window, "sinks": sinks, "block_size": 8, "kv_residual_length": length}
     ids = tokens(count)
@@ -122,8 +122,8 @@ def test_a_thousand_evictions_move_no_visible_key(model, kv_dtype, length):
 
     llm = start(model("llama"), kv_dtype, prefill_chunk=100, **options)
     pool = 1 if length else 0  # with a residual the sinks are kept exact
-    first_day = stored(llm, ids[:6], list(range(sinks)), pool)
-    assert same(stored(llm, ids, list(range(sinks)), pool), first_day)
+    first_written = stored(llm, ids[:6], list(range(sinks)), pool)
+    assert same(stored(llm, ids, list(range(sinks)), pool), first_written)
     oldest = [count - window, count - window + 1, count - window + 2]
     late = stored(llm, ids, oldest, 0)
     with positions_from(llm, oldest[0]):
@@ -132,7 +132,7 @@ def test_a_thousand_evictions_move_no_visible_key(model, kv_dtype, length):
 
 @pytest.mark.parametrize(("kv_dtype", "length"), [("int8", 0), ("fp8", 0), ("int4", 0), ("int4", 16)])
 def test_rows_behind_a_thousand_evictions_are_as_accurate_as_the_first(model, kv_dtype, length):
-    """W18: the error against the exact cache does not grow."""
+    """The error against the exact cache does not grow."""
     options = {"window": 64, "sinks": 4, "prefill_chunk": 256}
     ids = tokens(1_200)
     exact = hidden(start(model("llama"), **options), ids)
@@ -142,7 +142,7 @@ def test_rows_behind_a_thousand_evictions_are_as_accurate_as_the_first(model, kv
 
 
 def test_the_same_tokens_far_away_give_the_same_rows(model):
-    """Attention is relative: what lies 5,000,000 positions behind a text changes nothing but rounding."""
+    """Attention depends on distances: moving a text by 5,000,000 positions changes only rounding."""
     llm, found = start(model("llama, 2 layers"), "fp32", window=40), []
     for offset in (0, 5_000_000):
         with positions_from(llm, offset):

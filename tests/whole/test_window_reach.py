@@ -46,7 +46,7 @@ class Probe:
         return found.pop()
 
     def depends_on(self, j: int) -> bool:
-        """A key may weigh too little to change a bit; of several other tokens one has to."""
+        """One other token may change too little to flip a bit, so several are tried."""
         return any(self.changed({j}, by) for by in (1, 77, 130, 200))
 
     def reaches_exactly(self, visible: set[int], each: set[int]) -> None:
@@ -66,7 +66,7 @@ def edges(window: int, sinks: int) -> set[int]:
 def test_the_last_row_depends_on_the_window_and_the_sinks_and_on_nothing_else(
     model, name, window, sinks, length, kv_dtype
 ):
-    """W01. Distance W - 1 matters and W does not, in prefill and in decode; Mistral's own window stays its own."""
+    """A token at distance W - 1 matters and one at distance W does not. Mistral keeps its sliding window."""
     if name == "mistral":
         seen, first = OWN_WINDOW, 0
     else:
@@ -78,7 +78,6 @@ def test_the_last_row_depends_on_the_window_and_the_sinks_and_on_nothing_else(
 
 @pytest.mark.parametrize(("kv_dtype", "length"), [("int4", 8), ("fp8", 0)])
 def test_every_single_visible_token_matters(model, kv_dtype, length):
-    """W01."""
     probe = Probe(model("llama"), kv_dtype, window=20, sinks=3, **residual(kv_dtype, length))
     visible = {*range(3), *range(LAST - 19, LENGTH)}
     probe.reaches_exactly(visible, visible | {3, 4, LAST - 20, LAST - 21, 90})
@@ -92,10 +91,10 @@ def test_mixed_layers_reach_as_far_as_their_windows_together(model, name, window
     first = LAST - (window - 1) - (OWN_WINDOW - 1)
     visible = {j for j in range(LENGTH) if j >= first or j < sinks}
     probe.reaches_exactly(visible, {0, sinks - 1, sinks, first - 1, LAST})
-    assert probe.depends_on(first) or probe.depends_on(first + 1)  # its way leads through one key of each layer
+    assert probe.depends_on(first) or probe.depends_on(first + 1)  # it acts through one key of each layer
 
 
-def test_a_layer_that_slides_on_its_own_is_no_different_under_a_users_window(model):
+def test_a_users_window_changes_nothing_in_a_layer_with_a_sliding_window(model):
     plain = hidden(start(model("mistral"), "k8v4", kv_residual_length=8), IDS)
     for window in (5, 100):
         assert same(hidden(start(model("mistral"), "k8v4", kv_residual_length=8, window=window), IDS), plain)
@@ -103,10 +102,10 @@ def test_a_layer_that_slides_on_its_own_is_no_different_under_a_users_window(mod
 
 @pytest.mark.parametrize("name", ["llama, 2 layers", "gemma3, mixed"])
 @pytest.mark.parametrize("kv_dtype", ["fp32", "k8v4"])
-def test_a_window_that_nothing_has_left_yet_changes_nothing(model, name, kv_dtype):
-    """At a length of window + sinks the last row still sees everything at its true distance, one later it does not.
+def test_a_window_changes_nothing_while_every_token_is_visible(model, name, kv_dtype):
+    """At a length of window + sinks the last row still sees every token at its true distance, one token later not.
 
-    Sinks are added in an order of their own: only without any are the bits the same.
+    Sinks are added in another order, so the bits are equal only without sinks.
     """
     rest, ids = residual(kv_dtype, 8), IDS[:74]
     plain = hidden(start(model(name), kv_dtype, sinks=0, **rest), ids)

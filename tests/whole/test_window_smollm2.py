@@ -53,7 +53,7 @@ def perplexity(llm: LLM, ids: list[int]) -> float:
 
 
 def test_four_sinks_are_no_worse_than_one_and_one_is_better_than_none(model, token_ids):
-    """W16, streaming-llm #74: 8.90 without, 7.49 with one, 7.36 with four, where positions are the cache's."""
+    """streaming-llm measured 8.90 without sinks, 7.49 with one and 7.36 with four (its issue 74)."""
     none, one, four = (perplexity(start(model, 256, sinks), token_ids) for sinks in (0, 1, 4))
     print(f"window 256, {len(token_ids)} tokens: sinks 0 {none:.3f}, 1 {one:.3f}, 4 {four:.3f}")
     assert four <= one < none
@@ -69,8 +69,8 @@ def test_perplexity_under_a_window_is_that_of_the_independent_simulation(
     assert found == pytest.approx(wanted, rel=0.03)
 
 
-def test_nothing_happens_at_the_last_position_of_the_model(model, token_ids):
-    """W16: no jump at 8,192, and finite far behind it."""
+def test_scores_do_not_change_past_the_last_position_of_the_model(model, token_ids):
+    """No jump at position 8,192, and finite scores far behind it."""
     llm, results = start(model, 256, 4), []
     assert model.info.max_position_embeddings == 8192
     for offset in (0, 8192 - 500, 5_000_000):
