@@ -6,6 +6,9 @@ import pytest
 import torch
 from tiny import tiny_checkpoint
 
+# A failed assertion in these modules shows its values, as one in a test does.
+pytest.register_assert_rewrite("commands", "desk", "draws", "engine_state", "helpers")
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):

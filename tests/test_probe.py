@@ -13,7 +13,7 @@ FORMATS = ("int8", "fp8", "k8v4", "int4")
 
 @pytest.fixture(autouse=True)
 def _home(home):
-    """Verdicts are kept in a folder of the test's own."""
+    """Each test keeps its verdicts in a separate folder."""
 
 
 def engine(model, kv_dtype="int8", **config):
@@ -37,7 +37,7 @@ def test_two_enormous_key_biases_are_found_in_their_layer(tmp_path, kv_dtype, la
     assert "\n" not in verdict.warning
 
 
-def test_the_way_out_that_is_named_helps(tmp_path):
+def test_what_the_warning_advises_helps(tmp_path):
     folder = outlier_keys(tmp_path / "model")
     assert probe(engine(folder, "int8", kv_skip_layers="0"), keep=False).warning is None
 
@@ -59,7 +59,7 @@ def test_scales_that_are_wrong_everywhere_are_found(tiny, kv_dtype, monkeypatch)
 
 
 def test_errors_are_local_to_a_layer(tmp_path):
-    """Layers behind a broken one are judged on the inputs of an exact cache."""
+    """Layers after a broken one get the inputs that an exact cache gives them."""
     healthy = probe_tokens(engine(tiny_checkpoint(tmp_path / "a", "qwen2")), list(range(3, 200)))
     broken = probe_tokens(engine(outlier_keys(tmp_path / "b")), list(range(3, 200)))
     assert broken.layers[0].keys > 5 * healthy.layers[0].keys
@@ -87,7 +87,7 @@ def test_a_window_is_probed_as_it_is_read(tiny):
     assert verdict.warning is None
 
 
-def test_text_is_long_enough_whatever_the_tokenizer(tiny):
+def test_the_text_is_long_enough_even_for_a_byte_level_tokenizer(tiny):
     ids = probe_text(engine(tiny("llama")))
     assert len(ids) == NUM_TOKENS >= 256
     assert ids[0] == 1  # BOS

@@ -1,7 +1,8 @@
-"""Scores of given tokens: right by transformers, and the same whatever runs beside a sequence."""
+"""Scores of given tokens: the engine's own logits give the same ones, and other sequences change nothing."""
 
 import pytest
 import torch
+from engine_state import wrap_part
 from helpers import refusal
 from tiny import tokens
 
@@ -36,11 +37,11 @@ def test_every_sequence_is_scored_once_and_all_blocks_come_back(model):
     assert not llm.has_work
 
 
-def test_a_token_is_greedy_iff_it_is_the_likeliest(model):
+def test_exactly_the_most_likely_tokens_are_greedy(model):
     llm = engine(model)
     ids = SEQUENCES[3]
     logits = llm.logits(torch.cat([rows for _, rows in llm.hidden_states(ids[:-1])]))
-    limit = llm.model.token_limit  # rows that pad the vocabulary are never the likeliest
+    limit = llm.model.token_limit  # rows that pad the vocabulary never count
     ids = [*ids[:10], int(logits[9, :limit].argmax()), *ids[11:]]
     logits = llm.logits(torch.cat([rows for _, rows in llm.hidden_states(ids[:-1])]))
     (scores,) = scored(llm, [ids])
@@ -87,8 +88,7 @@ def test_leaving_early_or_failing_frees_everything(model, monkeypatch):
     scores.close()
     assert not llm.has_work
     assert llm.stats().tokens_held == 0
-    run = llm._runner.run
-    monkeypatch.setattr(llm._runner, "run", lambda chunks: run(chunks) * torch.nan)
+    wrap_part(monkeypatch, llm, "run", lambda run: lambda chunks: run(chunks) * torch.nan)
     with pytest.raises(EngineError, match="non-finite"):
         scored(llm)
     assert llm.stats().tokens_held == 0

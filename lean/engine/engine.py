@@ -41,9 +41,9 @@ class Engine:
         self.peak_use = self.stats()
         self._steps = 0
         self._seq_ids = itertools.count()
-        self._lock = threading.Lock()  # held by whoever changes the scheduler, the manager or the requests
-        self._requests: dict[int, list[Request]] = {}  # by request id: the sequences that have not ended
-        self._mailbox = Mailbox()
+        self.lock = threading.Lock()  # held by whoever changes the scheduler, the manager or the requests
+        self.requests: dict[int, list[Request]] = {}  # by request id: the sequences that have not ended
+        self.mailbox = Mailbox()
         self._to_abort: deque[int] = deque()  # appended to by any thread
 
     # --- requests come ---
@@ -89,9 +89,9 @@ class Engine:
             first.siblings = family[1:]
             first.keep_cache, first.continues = keep_cache, continues
             self.scheduler.add(first)
-            self._requests[first.request_id] = family
+            self.requests[first.request_id] = family
             if waits:
-                self._mailbox.open(first.request_id)
+                self.mailbox.open(first.request_id)
         return first.request_id
 
     def _resolve(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
@@ -165,33 +165,33 @@ class Engine:
 
     def _emit(self, request: Request, output: RequestOutput) -> None:
         """Deliver an output; the last one takes its sequence out of the engine."""
-        self._mailbox.put(output)
+        self.mailbox.put(output)
         if output.finish_reason is not None:
             self.scheduler.finish(request, output.finish_reason, output.error)
-            family = self._requests[request.request_id]
+            family = self.requests[request.request_id]
             family.remove(request)
             if not family:
-                del self._requests[request.request_id]
-                self._mailbox.close(request.request_id)
+                del self.requests[request.request_id]
+                self.mailbox.close(request.request_id)
 
     # --- outputs go ---
 
     def step_outputs(self) -> list[RequestOutput]:
         """The outputs since the last call of all requests that no caller waits for, in order."""
         with self._exclusive():
-            return self._mailbox.take_rest()
+            return self.mailbox.take_rest()
 
     def collect(self, request_id: int) -> tuple[list[RequestOutput], bool]:
         """The outputs since the last call of a request added with ``waits``, and whether they are its last."""
-        ended = request_id not in self._requests  # asked first: another thread may run the last step meanwhile
-        return self._mailbox.take(request_id), ended
+        ended = request_id not in self.requests  # asked first: another thread may run the last step meanwhile
+        return self.mailbox.take(request_id), ended
 
     def forget(self, request_id: int) -> None:
         """The caller waits no more for a request added with ``waits``: abort it, and drop what it still says."""
-        self._mailbox.leave(request_id)
+        self.mailbox.leave(request_id)
         self.abort(request_id)
-        if request_id not in self._requests:
-            self._mailbox.close(request_id)
+        if request_id not in self.requests:
+            self.mailbox.close(request_id)
 
     def abort(self, request_id: int) -> None:
         """End a request and free its blocks; unknown or ended ones are ignored.
@@ -211,21 +211,21 @@ class Engine:
     def _exclusive(self) -> Iterator[None]:
         """The engine's state belongs to this thread. Aborts from other threads happen at the end."""
         try:
-            with self._lock:
+            with self.lock:
                 yield
         finally:
             self._abort_if_free()
 
     def _abort_if_free(self) -> None:
-        while self._to_abort and self._lock.acquire(blocking=False):
+        while self._to_abort and self.lock.acquire(blocking=False):
             try:
                 self._abort_now()
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def _abort_now(self) -> None:
         while self._to_abort:
-            for request in list(self._requests.get(self._to_abort.popleft(), ())):
+            for request in list(self.requests.get(self._to_abort.popleft(), ())):
                 self._end(request, "abort")
 
     # --- state ---
@@ -233,7 +233,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or deliver anything."""
-        return self.scheduler.has_work or bool(self._to_abort) or self._mailbox.has_rest
+        return self.scheduler.has_work or bool(self._to_abort) or self.mailbox.has_rest
 
     def stats(self) -> CacheUse:
         """What the cache holds now."""
@@ -248,11 +248,11 @@ class Engine:
         with self._exclusive():
             self.manager.check_integrity()
             self.scheduler.check_integrity()
-            known = {request.seq_id for family in self._requests.values() for request in family}
+            known = {request.seq_id for family in self.requests.values() for request in family}
             queued = [*self.scheduler.running, *self.scheduler.waiting]
             found = {request.seq_id for first in queued for request in (first, *first.siblings)}
             assert known == found, "the engine and the scheduler know different sequences"
-            assert self._mailbox.left <= self._requests.keys(), "outputs of a request that has ended are still dropped"
+            assert self.mailbox.left <= self.requests.keys(), "outputs of a request that has ended are still dropped"
 
 
 def _sequences(seq_ids: Sequence[int], ids: list[int], params: SamplingParams, tokenizer: Any | None) -> list[Request]:

@@ -16,6 +16,10 @@ class Mailbox:
         self._boxes: dict[int, deque[RequestOutput] | None] = {}
         self._rest: deque[RequestOutput] = deque()
 
+    def __len__(self) -> int:
+        """Number of boxes: of requests that a caller waits for, and of those left before they ended."""
+        return len(self._boxes)
+
     @property
     def left(self) -> set[int]:
         """The requests that their callers have left before they ended."""

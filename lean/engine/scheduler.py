@@ -191,12 +191,12 @@ class Scheduler:
             victim = self.running[-1]
             if victim is self.running[0]:
                 raise EngineError(f"request {request.seq_id} does not fit into an empty cache")
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Free all blocks of the youngest running request. It waits before all others to start again."""
         self._manager.free(request.seq_id)
         request.num_computed_tokens = request.num_cached_tokens = 0

@@ -196,7 +196,7 @@ LAYERS = st.lists(st.sampled_from([0, 1, 7, 8, 9, 31, 33, 70]), min_size=1, max_
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_no_pool_runs_dry_whatever_the_schedule(data):
+def test_no_pool_runs_dry_under_any_schedule(data):
     """Every request that was accepted ends, and no step lacks a block in any pool."""
     draw = data.draw
     config = EngineConfig(

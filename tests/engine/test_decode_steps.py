@@ -1,4 +1,4 @@
-"""Decode steps on fixed tensors: what is compiled or recorded once serves every later step, and equals the eager step.
+"""Decode steps on fixed tensors: a step compiled or recorded once serves all later steps and equals the eager step.
 
 Lengths exceed the sliding window of 32 tokens, the user's window, the residual and the exact sinks.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from engine_state import check_integrity, manager, runner, scheduler
 from helpers import refusal
 from tiny import KINDS, tokens
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -26,9 +27,9 @@ SMALL = dict.fromkeys(KINDS, TWO_LAYERS) | {
 }
 RESIDUAL = {"kv_residual_length": 8, "sinks": 2}
 WINDOW = {"window": 40, "sinks": 2}
-# float64, so that another number of rows, which changes the last bits of a product, flips no code of the cache. Experts
-# in float64 are a loop over those that were chosen, which is no fixed graph: in float32 an exact cache has no codes.
-# Mistral's layers slide on their own.
+# The models are float64: another number of rows changes the last bits of a product, and in float64 that flips no code
+# of the cache. Experts in float64 are a loop over the chosen ones, which is no fixed graph. So mixtures of experts are
+# float32 and have an exact cache, which has no codes. Mistral's layers have a sliding window already.
 KV = {kind: {"kv_dtype": "k8v4", **RESIDUAL, **WINDOW} for kind in KINDS} | {
     "mistral": {"kv_dtype": "int8", **RESIDUAL},
     "phi3": {"kv_dtype": "int4", **RESIDUAL, **WINDOW},
@@ -60,7 +61,7 @@ class CountingBackend:
 
 
 class CalledAgain:
-    """Stands for CUDA graphs: a recorded step runs again on the same tensors, into the same output."""
+    """Stands in for CUDA graphs: a recorded step runs again on the same tensors and writes the same output."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
@@ -79,7 +80,7 @@ class CalledAgain:
 def start(model: LoadedModel, backend: object = None, record: object = None, **config: object) -> LLM:
     llm = LLM(model, EngineConfig(**{"max_num_seqs": 4, "max_model_len": 128, "block_size": 8, **config}))
     if backend is not None or record is not None:
-        llm._runner.prepare_decode(llm.config.max_num_seqs, llm.size.max_model_len, backend, record)
+        runner(llm).prepare_decode(llm.config.max_num_seqs, llm.size.max_model_len, backend, record)
     return llm
 
 
@@ -131,7 +132,7 @@ def test_a_crowd_that_is_preempted_gets_the_tokens_of_eager_steps(model, way):
     lengths = (30, 21, 9, 40, 1, 17)
     same(answers(other, lengths, 48), answers(eager, lengths, 48))
     assert other.num_preemptions == eager.num_preemptions > 0
-    other._manager.check_integrity()
+    check_integrity(other)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -139,12 +140,12 @@ def test_a_recorded_step_is_made_once_per_bucket_and_run_again_for_every_token(m
     record, config = CalledAgain(), {"prefill_chunk": 1, "deterministic": deterministic, **KV["llama"]}
     llm = start(model("llama"), record=record, **config)
     assert (record.recorded, record.replayed) == (len(buckets(4)), len(buckets(4)))
-    # Alone, bucket 1 has no padding: the same products, the same bits. Every row keeps what its own step gave.
+    # One sequence in bucket 1 has no padding: the same products, the same bits. No later step overwrites a row.
     assert torch.equal(hidden(llm, 100), hidden(start(model("llama"), **config), 100))
     assert (record.recorded, record.replayed) == (len(buckets(4)), len(buckets(4)) + 100)
 
 
-def test_deterministic_mode_keeps_its_bits_whatever_the_padding(model):
+def test_padding_changes_no_bit_in_deterministic_mode(model):
     config = {**KV["llama"], "deterministic": True}
     recorded = answers(start(model("llama"), record=CalledAgain(), **config))
     assert recorded == answers(start(model("llama"), **config))
@@ -166,7 +167,7 @@ def test_prompts_and_mixed_steps_stay_eager(model):
 def test_making_steps_ready_leaves_the_cache_as_it_was(model):
     llm = start(model("llama"), **KV["llama"])
     before = [arena.clone() for arena in llm.cache.arenas]
-    llm._runner.prepare_decode(4, 128, None, CalledAgain())
+    runner(llm).prepare_decode(4, 128, None, CalledAgain())
     assert all(torch.equal(arena, was) for arena, was in zip(llm.cache.arenas, before))
 
 
@@ -175,10 +176,10 @@ def test_rows_behind_the_sequences_are_padding(model):
     for length in (61, 3):
         llm.add_request(tokens(length), SamplingParams(max_tokens=9, ignore_eos=True))
     llm.step()
-    runner, chunks = llm._runner, llm._scheduler.schedule()
-    batch = DecodeBatch(llm._manager, 4, 128, torch.device("cpu"), torch.float64, runner.sink_rotary)
+    chunks = scheduler(llm).schedule()
+    batch = DecodeBatch(manager(llm), 4, 128, torch.device("cpu"), torch.float64, runner(llm).sink_rotary)
     batch.fill(chunks, 4, [20, 0])
-    found, want = batch.inputs(4).batch, runner.batch(chunks)
+    found, want = batch.inputs(4).batch, runner(llm).batch(chunks)
     assert found.query_start_loc.tolist() == [0, 1, 2, 2, 2]
     assert found.seq_lens.tolist() == [62, 4, 0, 0]
     assert torch.equal(found.positions[:2], want.positions)
@@ -195,7 +196,7 @@ def test_rows_behind_the_sequences_are_padding(model):
     assert not found.sink_turn.sin[2:].any()
 
 
-def test_without_an_end_block_tables_grow_and_nothing_compiles_again(model, monkeypatch):
+def test_without_a_max_model_len_block_tables_grow_and_nothing_compiles_again(model, monkeypatch):
     monkeypatch.setattr("lean.engine.decode_steps.FIRST_REACH", 32)
     backend, record = CountingBackend(), CalledAgain()
     config = {"prefill_chunk": 1, **KV["llama"], "max_model_len": None, "max_num_seqs": 1}
@@ -212,16 +213,16 @@ def test_a_model_that_is_no_single_graph_is_refused_with_the_reason(tiny):
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: forward(x) if x.sum() > 0 else x
     llm = start(broken)
-    message = refusal(llm._runner.prepare_decode, 1, 128, "eager", None)
+    message = refusal(runner(llm).prepare_decode, 1, 128, "eager", None)
     assert "cannot be compiled as one graph" in message
     assert "--compile" in message
 
 
-def test_a_step_that_cannot_be_recorded_is_refused_with_a_way_out(model):
+def test_a_step_that_cannot_be_recorded_is_refused_with_what_to_do(model):
     def record(step: Step) -> Step:
         raise RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
 
-    message = refusal(start(model("llama"))._runner.prepare_decode, 1, 128, None, record)
+    message = refusal(runner(start(model("llama"))).prepare_decode, 1, 128, None, record)
     assert "(operation not permitted when stream is capturing)" in message
     assert "--enforce-eager" in message
 
@@ -236,7 +237,7 @@ def test_the_torch_reference_is_never_recorded(monkeypatch):
     assert not is_recordable(torch.device("cuda"))
 
 
-def test_compiled_code_is_kept_beside_the_models_unless_told_otherwise(home, monkeypatch):
+def test_compiled_code_is_kept_beside_the_models_unless_the_environment_names_a_folder(home, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert keep_compiled_code() == str(home / "compiled")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch leaves it

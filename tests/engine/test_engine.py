@@ -7,14 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from engine_state import nothing_left, wrap_part
 from helpers import refusal
 from tiny import BOS, EOS, VOCAB_SIZE, byte_tokenizer, tokens
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from lean.config import EngineConfig
-from lean.engine.engine import _finite
 from lean.engine.request import SamplingParams
+from lean.engine.runner import finite_rows
 from lean.errors import EngineError
 from lean.llm import LLM
 
@@ -33,7 +34,7 @@ def models(tiny):
 
 @pytest.fixture
 def engine(models):
-    """``engine(kind, folder or loaded model, **config)``; when the test is over, every block of each must be free."""
+    """``engine(kind, folder or loaded model, **config)``; at the end of the test nothing may be left."""
     made = []
 
     def make(model="llama", **config) -> LLM:
@@ -43,15 +44,14 @@ def engine(models):
 
     yield make
     for llm in made:
-        llm._manager.check_integrity()
-        assert all((p.num_free, p.num_used) == (p.num_blocks, 0) for p in llm._manager.pools)
+        nothing_left(llm)
         assert (llm.stats().tokens_held, llm.stats().bytes_held, llm.stats().bytes_if_bf16) == (0, 0, 0)
         assert llm.step() == []
 
 
 @contextmanager
 def winning(llm: LLM, token: int):
-    """Make the output row of ``token`` win by far as the first token after PROMPT."""
+    """Let ``token`` have by far the largest logit after PROMPT."""
     *_, (_, rows) = llm.hidden_states(PROMPT)
     weight = llm.model.module.get_output_embeddings().weight
     saved = weight[token].clone()
@@ -108,7 +108,7 @@ def test_a_request_can_be_aborted_at_any_phase_and_its_company_does_not_notice(e
     found = [out for _ in range(steps) for out in llm.step()]
     for request_id in (ids[0], ids[3], ids[0], 12345):
         llm.abort(request_id)
-    while llm._scheduler.has_work:
+    while llm.has_work:
         found += llm.step()
     assert [token for out in found if out.request_id == ids[1] for token in out.token_ids] == expected.token_ids
     assert {out.request_id for out in found if out.finish_reason} == set(ids)
@@ -127,7 +127,7 @@ def test_scores_are_the_log_probabilities_of_transformers(engine, tiny, kind):
 
 
 def test_generation_ends_at_the_end_tokens_of_config_generation_config_and_tokenizer(engine, tiny, tmp_path):
-    """M09."""
+    """Each of the three files may name end tokens that the others do not name; all of them count."""
     folder = shutil.copytree(tiny("llama", eos_token_id=71), tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 70]}))
     (tokenizer := byte_tokenizer()).eos_token = "<pad>"
@@ -151,7 +151,6 @@ def test_the_text_before_an_end_token_is_printed(engine, monkeypatch):
 
 
 def test_rows_that_belong_to_no_token_are_never_sampled_and_ids_beyond_the_rows_are_refused(engine, tiny):
-    """M18."""
     llm = engine()
     with winning(llm, 262):
         for params in (ask(1), *(ask(1, temperature=2.0, seed=seed) for seed in range(10))):
@@ -164,7 +163,6 @@ def test_rows_that_belong_to_no_token_are_never_sampled_and_ids_beyond_the_rows_
 
 
 def test_chat_without_a_template_is_refused_and_a_template_beside_the_model_is_used(engine, tiny, tmp_path):
-    """M19."""
     assert engine().encode("hi") == byte_tokenizer()("hi")["input_ids"]
     assert "no chat template" in refusal(engine().encode, "hi", chat=True)
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
@@ -174,8 +172,7 @@ def test_chat_without_a_template_is_refused_and_a_template_beside_the_model_is_u
     assert chat.encode("hi", chat=False) == engine().encode("hi")
 
 
-def test_there_is_one_bos_whoever_writes_it_and_a_second_one_is_warned_of(engine, monkeypatch, caplog):
-    """U08."""
+def test_template_and_tokenizer_together_write_one_bos_and_a_second_one_is_warned_of(engine, monkeypatch, caplog):
     llm, tokenizer = engine(), byte_tokenizer()
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     tokenizer.chat_template = "{{ bos_token }}[{{ messages[0].content }}]"
@@ -189,7 +186,6 @@ def test_there_is_one_bos_whoever_writes_it_and_a_second_one_is_warned_of(engine
 
 
 def test_an_empty_prompt_is_refused_and_the_next_request_is_served(engine):
-    """P02."""
     llm = engine()
     for call, prompt in ((llm.generate, ""), (llm.generate, [[]]), (llm.generate, ["a", ""]), (llm.score, [])):
         assert "empty" in refusal(call, prompt)
@@ -199,7 +195,7 @@ def test_an_empty_prompt_is_refused_and_the_next_request_is_served(engine):
 
 
 def test_the_cache_grows_by_its_stated_bytes_and_holds_exactly_its_blocks(engine, tiny):
-    """N13: 2,000 tokens decoded one by one, in four sequences."""
+    """2,000 tokens are decoded one by one, in four sequences."""
     llm = engine(str(tiny("llama", num_hidden_layers=1, max_position_embeddings=2048)), max_model_len=2048)
     assert llm.plan.bytes_per_token == 2 * 2 * (16 + 2)
     for token in range(5, 9):
@@ -217,7 +213,6 @@ def test_the_cache_grows_by_its_stated_bytes_and_holds_exactly_its_blocks(engine
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8", "int4"])
 def test_a_nan_in_a_weight_ends_the_request_and_names_step_and_layer(engine, tiny, kv_dtype):
-    """N14."""
     broken, healthy = engine(str(tiny("llama")), kv_dtype=kv_dtype), engine(kv_dtype=kv_dtype)
     before = healthy.generate([PROMPT], ask(3))[0].token_ids
     broken.model.module.model.layers[1].self_attn.v_proj.weight[3, 5] = torch.nan
@@ -238,7 +233,6 @@ def test_a_request_that_goes_wrong_ends_alone_at_the_chunk_that_did(engine, tiny
 
 
 def test_values_beyond_448_are_not_clipped_by_fp8(engine, tiny):
-    """N11."""
     exact = engine(str(tiny("llama")), kv_dtype="fp32")
     projection, largest = exact.model.module.model.layers[0].self_attn.v_proj, []
     projection.register_forward_hook(lambda module, args, out: largest.append(float(out.abs().max())))
@@ -258,8 +252,12 @@ def test_a_step_that_failed_is_taken_back_and_can_be_run_again(engine, monkeypat
     (whole,) = llm.generate([PROMPT], ask())
     llm.add_request(PROMPT, ask())
     parts = llm.step() + llm.step() + llm.step()
+
+    def fail(argument):
+        raise RuntimeError("out of memory")
+
     with monkeypatch.context() as broken:
-        broken.setattr(llm._runner, part, lambda argument: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        wrap_part(broken, llm, part, lambda _: fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             llm.step()
     while llm.has_work:
@@ -272,5 +270,5 @@ def test_one_number_that_is_not_finite_spoils_its_row_and_no_other(dtype):
     most = torch.finfo(dtype).max
     rows = torch.tensor([[most, -most, 0.0]]).repeat(5, 1).to(dtype)
     rows[1, 2], rows[2, 0], rows[4, 1] = torch.nan, torch.inf, -torch.inf
-    assert _finite(rows).tolist() == [True, False, False, True, False]
-    assert _finite(rows[:0]).tolist() == []
+    assert finite_rows(rows).tolist() == [True, False, False, True, False]
+    assert finite_rows(rows[:0]).tolist() == []

@@ -1,10 +1,11 @@
-"""Products of a single row: when they leave oneDNN, and that oneDNN is back whatever happens."""
+"""Products of a single row: when they bypass oneDNN, and that oneDNN is on again afterwards in every case."""
 
 import threading
 import time
 
 import pytest
 import torch
+from engine_state import runner
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
@@ -37,7 +38,7 @@ def seen_by(module: torch.nn.Module, run) -> list[tuple[int, bool]]:
 
 
 def steps_of(llm: LLM, prompts: list[list[int]]) -> list[tuple[int, bool]]:
-    """The same of the first projection, while four tokens are made for every prompt."""
+    """`seen_by` of the first projection, while four tokens are generated for every prompt."""
     projection = next(part for name, part in llm.model.module.named_modules() if name.endswith("q_proj"))
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     return seen_by(projection, lambda: llm.generate(prompts, params))
@@ -51,7 +52,7 @@ def test_only_steps_of_one_row_leave_onednn(tiny):
 
 
 @needs_x86
-def test_compiled_steps_of_one_row_leave_it_too(tiny):
+def test_compiled_steps_of_one_row_leave_onednn_too(tiny):
     llm = LLM(str(tiny("llama", num_hidden_layers=2)), EngineConfig(dtype="bfloat16", max_num_seqs=2))
     seen = []
 
@@ -62,7 +63,7 @@ def test_compiled_steps_of_one_row_leave_it_too(tiny):
 
         return call
 
-    llm._runner.prepare_decode(2, llm.size.max_model_len, backend, None)
+    runner(llm).prepare_decode(2, llm.size.max_model_len, backend, None)
     for prompts, on in (([tokens(9)], False), ([tokens(9), tokens(5, seed=1)], True)):
         seen.clear()
         llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
@@ -78,13 +79,13 @@ def test_compiled_steps_of_one_row_leave_it_too(tiny):
         ("gpt_oss", {"dtype": "bfloat16"}),  # its experts are no linear layers: they would take 12 times as long
     ],
 )
-def test_other_dtypes_and_weights_and_deterministic_mode_never_do(tiny, kind, options):
+def test_other_dtypes_and_weights_and_deterministic_mode_keep_onednn(tiny, kind, options):
     llm = LLM(str(tiny(kind, num_hidden_layers=2)), EngineConfig(**options))
     assert steps_of(llm, [tokens(9)]) == [(9, True)] + [(1, True)] * 3
 
 
 @needs_x86
-def test_the_head_of_one_row_leaves_it_and_is_as_near_to_the_exact_logits(tiny):
+def test_the_head_of_one_row_leaves_onednn_and_is_as_near_to_the_exact_logits(tiny):
     llm = LLM(str(tiny("llama", num_hidden_layers=2)), EngineConfig(kv_dtype="bf16", dtype="bfloat16"))
     [(_, hidden)] = llm.hidden_states(tokens(5))
     head = llm.model.module.get_output_embeddings()
@@ -95,7 +96,7 @@ def test_the_head_of_one_row_leaves_it_and_is_as_near_to_the_exact_logits(tiny):
         assert (logits - exact).abs().max() <= rounding
 
 
-def test_an_error_puts_it_back():
+def test_an_error_turns_onednn_on_again():
     def fail() -> None:
         with single_row_products():
             assert not is_on()
@@ -106,7 +107,7 @@ def test_an_error_puts_it_back():
 
 
 @pytest.mark.parametrize("first_out", ["first in", "last in"])
-def test_two_threads_put_it_back_in_either_order(first_out):
+def test_two_threads_turn_onednn_on_again_in_either_order(first_out):
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -128,7 +129,7 @@ def test_two_threads_put_it_back_in_either_order(first_out):
         thread.join()
 
 
-def test_a_deterministic_step_never_sees_it_turned():
+def test_a_deterministic_step_never_sees_onednn_off():
     with onednn_as_it_is(), single_row_products():
         assert is_on()
     held = threading.Event()
@@ -153,7 +154,7 @@ def test_frozen_flags_are_left_alone(monkeypatch):
         assert is_on()
 
 
-def test_who_turned_it_off_finds_it_off():
+def test_a_caller_that_turned_onednn_off_finds_it_off():
     torch.backends.mkldnn.enabled = False
     try:
         with single_row_products():

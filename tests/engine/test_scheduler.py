@@ -32,7 +32,7 @@ class Course:
         return request
 
     def step(self) -> dict[int, tuple[int, int]]:
-        """Which tokens of which request ran."""
+        """Run one step; returns per sequence the range of tokens that ran."""
         chunks = self.scheduler.schedule()
         for chunk in chunks:
             request = chunk.request
@@ -125,7 +125,7 @@ def test_a_request_is_admitted_when_what_is_known_of_it_fits_beside_the_others()
     assert course.scheduler.num_preemptions == 0
 
 
-def test_as_many_run_as_were_given_room_when_the_cache_holds_the_longest_course_of_each():
+def test_max_num_seqs_requests_run_at_once_when_the_cache_holds_the_longest_course_of_each():
     course = Course(model_length=48, max_num_seqs=6, max_num_batched_tokens=40)
     assert course.size.num_tokens == 6 * 48
     for request_id in range(6):
@@ -135,7 +135,7 @@ def test_as_many_run_as_were_given_room_when_the_cache_holds_the_longest_course_
     assert course.scheduler.num_preemptions == 0
 
 
-def test_when_the_cache_runs_dry_the_youngest_gives_way_and_comes_back_before_all_others():
+def test_when_the_cache_is_full_the_youngest_is_preempted_and_comes_back_before_all_others():
     course = Course(num_blocks=8, max_num_seqs=2)
     requests = [course.add(index, prompt=40, max_tokens=60) for index in range(4)]  # 7 blocks each in the end
     course.step()
@@ -235,7 +235,7 @@ def test_a_step_that_failed_can_be_scheduled_again():
     course.add(0, prompt=20, max_tokens=3)
     course.step()
     for chunk in course.scheduler.schedule():  # and the model raises
-        course.scheduler.take_back(chunk)
+        course.scheduler.take_back([chunk])
     assert course.step() == {0: (8, 16)}
     assert course.manager.num_tokens(0) == 16
     course.run()

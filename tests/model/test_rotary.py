@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_state import positions_from
 from helpers import refusal
 from tiny import tokens
 from transformers import AutoModelForCausalLM
@@ -80,12 +81,9 @@ def angles(module: torch.nn.Module, kind: str | None, position: int, dtype: torc
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_at_position_five_million_equals_attention_near_the_start(models, kind):
     llm, ids, results = models(kind), tokens(50), []
-    try:
-        for offset in (5_000, FAR):
-            llm._runner.position_offset = offset
+    for offset in (5_000, FAR):
+        with positions_from(llm, offset):
             results.append(logits(llm, ids))
-    finally:
-        llm._runner.position_offset = 0
     assert distance(*results) < 1e-6
 
 
@@ -97,8 +95,8 @@ def test_the_float32_angles_of_transformers_fail_at_position_five_million(tiny, 
     assert distance(torch.cat(angles(module, None, FAR, torch.float64)), torch.cat(ours)) > 0.01
     results = []
     for offset in (5_000, FAR):
-        llm._runner.position_offset = offset
-        results.append(logits(llm, tokens(50)))
+        with positions_from(llm, offset):
+            results.append(logits(llm, tokens(50)))
     assert distance(*results) > 1e-3
 
 

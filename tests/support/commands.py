@@ -10,7 +10,7 @@ from lean.errors import UserError
 
 
 def lean(*args):
-    """stdout of a command; what it refuses is raised."""
+    """stdout of a command; an error of the command is raised."""
     result = CliRunner().invoke(app, list(args))
     if result.exception is not None:
         raise result.exception

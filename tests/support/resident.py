@@ -13,7 +13,7 @@ def now() -> int:
 
 
 def restart_peak() -> None:
-    """From here on `peak` knows nothing of what was."""
+    """From here on `peak` is the largest resident memory since this call."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

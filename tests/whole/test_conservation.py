@@ -1,31 +1,26 @@
-"""Nothing is lost, starved or overwritten, whatever requests do, cancel, fork, keep, and however steps fail.
+"""No block is lost, no request starves and no cached token is overwritten, under any requests and failing steps.
 
-First the scheduler and the block manager without a model: a shadow of the cache remembers which token of which history
-was written into which slot. Then a tiny model under cancellations, exceptions and threads.
+The scheduler and the block manager without a model: a shadow of the cache remembers which token of which history was
+written into which slot. A tiny model under cancellations, exceptions and threads is in test_cancellation.py.
 """
 
 import os
 import random
-import threading
-from collections import Counter
 from itertools import accumulate
 
 import hypothesis.strategies as st
 import pytest
-import torch
+from engine_state import all_blocks_free
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tiny import tokens
 
 from lean.cache.block_manager import NULL_BLOCK, BlockManager
 from lean.cache.plan import LayerShape, plan_cache
 from lean.cache.size import size_cache
 from lean.config import EngineConfig
 from lean.engine.request import Request, SamplingParams
-from lean.engine.sampler import Sampler
 from lean.engine.scheduler import Chunk, Scheduler
 from lean.errors import RequestError
-from lean.llm import LLM
 from lean.quant import FP32
 
 # CI takes some 40,000 steps; LEAN_CONSERVATION=20 does twenty times as many.
@@ -41,7 +36,7 @@ POOLS = {
 
 
 def histories(token_ids: list[int]) -> list[int]:
-    """Per position, a value that stands for its token and all before it, as K and V of that position do."""
+    """Per position, a value that depends on its token and all before it, as K and V of that position do."""
     return list(accumulate(token_ids, lambda before, token: hash((before, token)), initial=0))[1:]
 
 
@@ -76,9 +71,9 @@ class Conservation(RuleBasedStateMachine):
         self.random = random.Random(seed)
         self.next_id = 0
         self.alive: dict[int, Request] = {}  # every sequence that has not ended, siblings to come included
-        self.texts: dict[int, list[int]] = {}  # kept ones: what was said in them
+        self.texts: dict[int, list[int]] = {}  # the tokens of kept sequences
         draw = self.random.randint
-        for _ in range(draw(0, 8)):  # company from the start: that makes forks, kept sequences and preemptions common
+        for _ in range(draw(0, 8)):  # requests from the start make forks, kept sequences and preemptions common
             self.put(draw(1, 16), draw(15, 40), draw(1, 3), draw(0, 1) == 1, False, "nothing")
 
     # --- what callers do ---
@@ -101,7 +96,7 @@ class Conservation(RuleBasedStateMachine):
         if continues == "kept" and self.texts:
             source = self.random.choice(sorted(self.texts))
             said = self.texts[source]
-            # All that was said and something new, or a shorter beginning and then other words.
+            # All tokens of the kept sequence and new ones, or a shorter beginning and then other tokens.
             kept = len(said) if self.random.random() < 0.6 else self.random.randint(0, len(said))
             prompt = [*said[:kept], *prompt[: self.random.randint(0, 20)]] or prompt
         elif continues == "any":
@@ -169,7 +164,7 @@ class Conservation(RuleBasedStateMachine):
                 for chunk in chunks[: self.random.randint(0, len(chunks))]:
                     self.write(chunk, garbage=True)
             for chunk in chunks:
-                self.scheduler.take_back(chunk)
+                self.scheduler.take_back([chunk])
             return True
         for chunk in chunks:
             self.write(chunk)
@@ -274,7 +269,7 @@ class Conservation(RuleBasedStateMachine):
 
     @invariant()
     def what_is_in_the_cache_is_whole(self):
-        """Also that of sequences that did not run, and of those that are only kept."""
+        """Sequences that did not run and sequences that are only kept are checked too."""
         if not hasattr(self, "manager") or self.manager.copies:
             return
         texts = {request.seq_id: request.tokens(0, request.num_tokens) for request in self.scheduler.running}
@@ -289,7 +284,7 @@ class Conservation(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "manager"):
             return
-        # The oldest gets a token in every step and never gives way. Whatever it ends with, the next one is the oldest.
+        # The oldest gets a token in every step and is never preempted. When it has ended, the next one is the oldest.
         bound = sum(len(r.prompt_token_ids) + r.params.max_tokens for r in self.alive.values())
         for _ in range(bound):
             if not self.one_step():
@@ -298,8 +293,7 @@ class Conservation(RuleBasedStateMachine):
         assert not self.scheduler.has_work
         for seq_id in list(self.texts):
             self.scheduler.release(seq_id)
-        self.manager.check_integrity()
-        assert all((pool.num_free, pool.num_used) == (pool.num_blocks, 0) for pool in self.manager.pools)
+        all_blocks_free(self.manager)
 
 
 TestConservation = Conservation.TestCase
@@ -309,282 +303,3 @@ TestConservation.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-
-
-# --- with a model ---
-
-CONFIG = EngineConfig(
-    deterministic=True,
-    kv_dtype="int8",
-    kv_residual_length=8,
-    sinks=2,
-    block_size=8,
-    num_blocks=9,
-    max_num_seqs=5,
-    prefill_chunk=8,
-    max_num_batched_tokens=24,
-)
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny):
-    return LLM(str(tiny("llama", num_hidden_layers=2)), EngineConfig(deterministic=True)).model
-
-
-@pytest.fixture
-def llm(loaded):
-    llm = LLM(loaded, CONFIG)
-    yield llm
-    assert not llm.has_work
-    assert llm._requests == llm._inbox == llm._scheduler.kept == {}
-    llm._manager.check_integrity()
-    assert all((pool.num_free, pool.num_used) == (pool.num_blocks, 0) for pool in llm._manager.pools)
-
-
-def ask(max_tokens: int, **params) -> SamplingParams:
-    return SamplingParams(max_tokens, **{"temperature": 0, "ignore_eos": True, **params})
-
-
-JOBS = [
-    (tokens(37), ask(9)),
-    (tokens(20, 1), ask(30)),
-    (tokens(3, 2), ask(12, n=2, temperature=0.9, seed=3)),
-    (tokens(45, 3), ask(5, temperature=0.7, seed=5, repetition_penalty=1.2)),
-    (tokens(16, 4), ask(20, presence_penalty=0.5)),
-    (tokens(9, 5), ask(6, n=3)),
-]
-
-
-@pytest.fixture(scope="module")
-def alone(loaded):
-    """Per job, the tokens of each of its sequences."""
-    llm = LLM(loaded, EngineConfig(deterministic=True, kv_dtype="int8", kv_residual_length=8, sinks=2))
-    return [[out.token_ids for out in llm.generate([prompt], params)] for prompt, params in JOBS]
-
-
-class Crowd:
-    """Keeps an engine busy with JOBS and collects what each request says."""
-
-    def __init__(self, llm: LLM, seed: int) -> None:
-        self.llm, self.random = llm, random.Random(seed)
-        self.jobs: dict[int, int] = {}
-        self.said: dict[int, dict[int, list[int]]] = {}
-        self.reasons: dict[int, list[str]] = {}
-
-    def add(self) -> int:
-        job = self.random.randrange(len(JOBS))
-        request_id = self.llm.add_request(*JOBS[job])
-        self.jobs[request_id], self.said[request_id], self.reasons[request_id] = job, {}, []
-        return request_id
-
-    def take(self, outputs) -> None:
-        for out in outputs:
-            self.said[out.request_id].setdefault(out.index, []).extend(out.token_ids)
-            if out.finish_reason:
-                self.reasons[out.request_id].append(out.finish_reason)
-
-    def step(self) -> None:
-        self.take(self.llm.step())
-
-    def finish(self) -> None:
-        for _ in range(5000):
-            if not self.llm.has_work:
-                return
-            self.step()
-        raise AssertionError("requests that do not end")
-
-    def check(self, alone: list[list[list[int]]], cancelled: set[int]) -> None:
-        """Every sequence ended once; the survivors said what they say alone, the cancelled the beginning of it."""
-        for request_id, job in self.jobs.items():
-            n = JOBS[job][1].n
-            assert len(self.reasons[request_id]) == n
-            said = [self.said[request_id].get(index, []) for index in range(n)]
-            if request_id in cancelled and "abort" in self.reasons[request_id]:
-                assert all(whole[: len(part)] == part for part, whole in zip(said, alone[job]))
-            else:
-                assert set(self.reasons[request_id]) == {"length"}
-                assert said == alone[job]
-
-
-def phases(llm: LLM) -> dict[str, list[int]]:
-    """Requests by what they are in the middle of."""
-    found: dict[str, list[int]] = {"queued": [], "preempted": [], "prefill": [], "decode": [], "siblings": []}
-    for request in llm._scheduler.waiting:
-        found["preempted" if request.output_token_ids else "queued"].append(request.request_id)
-    for request in llm._scheduler.running:
-        started = "decode" if request.output_token_ids else "prefill" if request.num_computed_tokens else None
-        if started:
-            found["siblings" if started == "decode" and request.params.n > 1 else started].append(request.request_id)
-    return found
-
-
-def test_three_hundred_requests_cancelled_at_any_phase_leave_nothing_behind_and_harm_nobody(llm, alone):
-    crowd, cancelled, when = Crowd(llm, seed=1), set(), Counter()
-    while len(cancelled) < 300:
-        while len(llm._requests) < 8:
-            crowd.add()
-        crowd.step()
-        candidates = {phase: ids for phase, ids in phases(llm).items() if ids}
-        preempted = "preempted" in candidates and crowd.random.random() < 0.7
-        for _ in range(1 if preempted else crowd.random.choice((0, 0, 0, 0, 0, 4))):
-            phase = "preempted" if preempted else crowd.random.choice([*candidates, None])
-            if phase is None:
-                continue
-            victim = crowd.random.choice(candidates[phase])
-            if victim not in cancelled and victim in llm._requests:
-                when[phase] += 1
-                cancelled.add(victim)
-                llm.abort(victim)
-                assert victim not in llm._requests, "at once"
-                llm._manager.check_integrity()
-    crowd.finish()
-    assert all(when[phase] >= 8 for phase in ("queued", "preempted", "prefill", "decode", "siblings")), when
-    assert llm.num_preemptions >= 10
-    assert sum("length" in reasons for reasons in crowd.reasons.values()) > 20
-    crowd.check(alone, cancelled)
-
-
-@pytest.mark.parametrize("part", ["before the model", "amid the layers", "after the layers", "logits", "sampling"])
-def test_steps_that_fail_at_random_change_no_answer(llm, alone, monkeypatch, part):
-    crowd, failures = Crowd(llm, seed=2), Counter()
-
-    def perhaps(*_) -> None:
-        if failures["armed"] and crowd.random.random() < 0.2:
-            failures["all"] += 1
-            raise RuntimeError("as a device does")
-
-    def before(function):
-        return lambda *args, **kwargs: (perhaps(), function(*args, **kwargs))[1]
-
-    def after(function):
-        return lambda *args, **kwargs: (function(*args, **kwargs), perhaps())[0]
-
-    layers = llm.model.module.model.layers
-    hook = layers[1].self_attn.register_forward_pre_hook(perhaps) if part == "amid the layers" else None
-    if part == "before the model":
-        monkeypatch.setattr(llm._runner, "run", before(llm._runner.run))
-    elif part == "after the layers":
-        monkeypatch.setattr(llm._runner, "run", after(llm._runner.run))
-    elif part == "logits":
-        monkeypatch.setattr(llm._runner, "logits", before(llm._runner.logits))
-    elif part == "sampling":
-        monkeypatch.setattr(Sampler, "sample", before(Sampler.sample))
-    for _ in range(14):
-        crowd.add()
-    cancelled: set[int] = set()
-    try:
-        for step in range(2000):
-            if not llm.has_work:
-                break
-            failures["armed"] = 1
-            try:
-                crowd.step()
-            except RuntimeError as error:
-                assert "as a device" in str(error)  # noqa: PT017
-            llm._manager.check_integrity()
-            if step % 25 == 24 and llm._requests:
-                cancelled.add(crowd.random.choice(sorted(llm._requests)))
-                llm.abort(max(cancelled))
-    finally:
-        failures["armed"] = 0
-        if hook:
-            hook.remove()
-    crowd.finish()
-    assert failures["all"] > 10
-    crowd.check(alone, cancelled)
-
-
-def test_an_abort_from_another_thread_takes_effect_at_the_end_of_the_running_step(llm, monkeypatch):
-    crowd = Crowd(llm, seed=3)
-    ids = [crowd.add() for _ in range(4)]
-    crowd.step()
-    run = llm._runner.run
-
-    def meanwhile(chunks):
-        thread = threading.Thread(target=llm.abort, args=(ids[1],))
-        thread.start()
-        thread.join(10)
-        assert not thread.is_alive(), "abort waits for the step"
-        assert llm._scheduler.running, "nothing is taken away under a running step"
-        return run(chunks)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(llm._runner, "run", meanwhile)
-        crowd.step()
-    assert set(crowd.reasons[ids[1]]) == {"abort"}
-    assert ids[1] not in llm._requests
-    crowd.finish()
-
-
-def test_aborts_from_many_threads_while_stepping(llm, alone):
-    """Whoever was aborted has ended by the end of the step after the call."""
-    crowd, done, cancelled = Crowd(llm, seed=4), Counter(), set()
-    ended_at: dict[int, int] = {}
-    called_at: dict[int, int] = {}
-    stop = threading.Event()
-
-    def cancel(seed: int) -> None:
-        own = random.Random(seed)
-        while not stop.wait(own.random() * 0.02):
-            for request_id in own.sample(list(crowd.jobs), 1):
-                if request_id not in called_at:
-                    llm.abort(request_id)
-                    called_at[request_id] = done["steps"]
-
-    threads = [threading.Thread(target=cancel, args=(seed,)) for seed in (1, 2)]
-    crowd.add()
-    for thread in threads:
-        thread.start()
-    try:
-        while len(called_at) < 40 and done["steps"] < 3000:
-            while len(llm._requests) < 8:
-                crowd.add()
-            crowd.step()
-            for request_id, reasons in list(crowd.reasons.items()):
-                if reasons and request_id not in llm._requests:
-                    ended_at.setdefault(request_id, done["steps"])
-            done["steps"] += 1
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    cancelled |= set(called_at)
-    crowd.step()
-    for request_id in crowd.jobs:
-        if crowd.reasons[request_id] and request_id not in llm._requests:
-            ended_at.setdefault(request_id, done["steps"])
-    done["steps"] += 1
-    crowd.finish()
-    assert len(cancelled) >= 40
-    for request_id, when in called_at.items():
-        assert ended_at[request_id] <= when + 1, "an abort came late"
-    crowd.check(alone, cancelled)
-
-
-def test_what_a_stream_that_was_left_still_says_reaches_nobody(llm):
-    """Also while another thread is in the middle of a step."""
-    stream = llm.stream(tokens(5), ask(20))
-    next(stream)
-    with llm._lock:
-        stream.close()
-    assert llm.step() == []
-
-
-def test_hidden_states_are_whole_beside_another_thread_that_steps(llm):
-    """The other thread may do the last step between a look into the results and the look whether all is done."""
-    want = torch.cat([rows for _, rows in llm.hidden_states(tokens(20))])
-
-    class Racing(dict):
-        looks = 0
-
-        def __contains__(self, key: object) -> bool:
-            Racing.looks += 1
-            if Racing.looks == 2 and super().__contains__(key):
-                for _ in range(3):
-                    llm._advance()
-            return super().__contains__(key)
-
-    llm._requests = Racing()
-    found = torch.cat([rows for _, rows in llm.hidden_states(tokens(20))])
-    assert found.shape == want.shape
-    assert torch.equal(found, want)

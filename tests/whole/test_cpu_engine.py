@@ -1,4 +1,4 @@
-"""A whole model on the C++ kernels: what it computes, and what one more token costs it."""
+"""A whole model on the C++ kernels: its perplexity, and the memory that a decode step allocates."""
 
 import os
 import subprocess
@@ -62,7 +62,7 @@ def test_perplexity_has_four_equal_digits_on_every_path_and_number_of_threads(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_perplexity_has_four_equal_digits_whatever_torch_computes_the_rest_with(tiny: Any, kv_dtype: str) -> None:
+def test_perplexity_has_four_equal_digits_on_every_instruction_set_of_torch(tiny: Any, kv_dtype: str) -> None:
     folder, found = str(tiny("llama")), {}
     for capability in ("default", "avx2", "avx512"):
         for threads in ("1", "8"):

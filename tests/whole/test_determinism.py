@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import refusal
+from norms import exact_norms
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
@@ -96,7 +97,7 @@ def test_the_number_of_threads_changes_nothing(model, kind):
 
 @pytest.mark.parametrize("form", ["fp32", "int4 with residual", "k8v4 without residual"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_request_alone_is_the_request_in_company_and_after_a_cancelled_one(model, kind, form):
+def test_a_request_gives_the_same_rows_alone_and_in_company_and_after_a_cancelled_one(model, kind, form):
     prompts = [tokens(length, seed=length) for length in (40, 3, 35, 17)]
     alone = [run(start(model(kind), form), ids) for ids in prompts]
     # Steps of 24 tokens mix pieces of several prompts; blocks of the cancelled request go to the later ones.
@@ -133,20 +134,15 @@ def test_a_model_whose_products_cannot_be_tiled_is_refused(tiny):
     assert "deterministic" in refusal(LLM, single, config)
 
 
-def exact_norms(model: LoadedModel) -> LoadedModel:
-    """RMSNorm without transformers' rounding to float32."""
-    for norm in model.module.modules():
-        name = type(norm).__name__
-        if name.endswith("RMSNorm"):
-            weight = norm.weight + 1 if "Gemma" in name else norm.weight
-            eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-            norm.forward = lambda x, w=weight, e=eps: x * (x.square().mean(-1, keepdim=True) + e).rsqrt() * w
-    return model
-
-
 @pytest.fixture(scope="session")
 def exact(tiny):
-    return functools.cache(lambda kind: exact_norms(read(tiny(kind, **KINDS[kind]), "float64")))
+    @functools.cache
+    def exactly(kind: str) -> LoadedModel:
+        model = read(tiny(kind, **KINDS[kind]), "float64")
+        exact_norms(model.module)
+        return model
+
+    return exactly
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)
@@ -163,7 +159,7 @@ def test_a_mixture_of_experts_runs_in_float64(tiny):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_first_run_of_an_engine_is_its_third(model, form):
+def test_the_first_run_of_an_engine_gives_the_bits_of_the_third(model, form):
     llm = start(model("gemma3"), form, 16, deterministic=False)
     first, _, third = (run(llm) for _ in range(3))
     assert not bits_differ(first, third)

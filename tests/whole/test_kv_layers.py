@@ -7,11 +7,11 @@ import functools
 
 import pytest
 import torch
+from engine_state import block_table, forbid_reading_weights, nothing_left
 from helpers import refusal
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
-from lean.engine import engine
 from lean.kernels.reference import read_slots
 from lean.model.info import inspect_model
 from lean.model.load import LoadedModel, load_model
@@ -46,7 +46,7 @@ def hidden(llm: LLM, ids: list[int] = IDS) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the bit, and finite."""
+    """Whether both are equal to the bit and finite."""
     return bool(a.isfinite().all()) and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
@@ -124,7 +124,7 @@ def stored(llm: LLM, layer: int) -> torch.Tensor:
     while llm.has_work:
         llm.step()
     own = llm.cache.layers[layer]
-    table = torch.tensor(list(llm._manager.table(request_id, own.group.pool_id)))
+    table = torch.tensor(block_table(llm, request_id, own.group.pool_id))
     size, position = own.pool.layout.block_size, torch.arange(len(IDS))
     slots = (table[position // size] * size + position % size)[table[position // size] > 0]
     rows = torch.cat(read_slots(own.pool.arena, own.pool.layout, own.pool.offset, slots), dim=-1)
@@ -164,7 +164,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize(("kind", "options"), MIXTURES)
 def test_chunks_forks_and_leftovers_change_no_bit_of_a_mixture(model, kind, options):
-    """Every pool of a mixture evicts, forks and is taken again by its own rule."""
+    """Every pool of a mixture evicts, forks and reuses blocks by its own rule."""
     want = hidden(start(model(kind), **options))
     for chunk in (7, 64):
         llm = start(model(kind), prefill_chunk=chunk, block_size=8, **options)
@@ -177,10 +177,10 @@ def test_chunks_forks_and_leftovers_change_no_bit_of_a_mixture(model, kind, opti
     first, second = llm.generate([IDS[:70]], SamplingParams(n=2, **params))
     assert (first.token_ids, first.logprobs) == (alone.token_ids, alone.logprobs)
     assert second.token_ids != alone.token_ids
-    assert all(pool.num_used == 0 for pool in llm._manager.pools)
+    nothing_left(llm)
 
 
-def test_a_preempted_request_is_the_request_left_alone_in_a_mixture(model):
+def test_a_preempted_request_gives_the_same_as_alone_in_a_mixture(model):
     options = {"kv_layers": MIXTURE, "kv_residual_length": 8, "block_size": 8}
     params = SamplingParams(40, temperature=0.9, seed=5, ignore_eos=True, logprobs=0)
     alone = [start(model("llama"), **options).generate([ids], params)[0] for ids in (IDS[:40], IDS[50:90])]
@@ -218,8 +218,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("options", "reason"), WRONG)
 def test_layers_that_are_not_there_or_named_twice_are_refused_before_the_weights(tiny, monkeypatch, options, reason):
-    monkeypatch.setattr(engine, "load_model", lambda *args: pytest.fail("the weights were read"))
-
+    forbid_reading_weights(monkeypatch)
     folder = str(tiny("llama", **FOUR))
     assert reason in refusal(lambda: LLM(folder, EngineConfig(**options)))
 

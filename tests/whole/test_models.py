@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_state import forbid_reading_weights
 from helpers import refusal
 from safetensors.torch import load_file, save_file
 from tiny import EOS, KINDS, VOCAB_SIZE, WINDOW, byte_tokenizer, tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lean import LLM, EngineConfig, SamplingParams
-from lean.engine import engine
 from lean.model.info import inspect_model
 from lean.model.load import LoadedModel, load_model
 from lean.store.source import resolve
@@ -74,7 +74,7 @@ def with_tensors(folder: Path, target: Path, change) -> Path:
 @pytest.fixture
 def no_weights(monkeypatch):
     """Reading weights is a failure."""
-    monkeypatch.setattr(engine, "load_model", lambda *args: pytest.fail("the weights were read"))
+    forbid_reading_weights(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Memory that no row may see does not matter, whatever lies there."""
+"""The bytes of memory that no row may see change no result."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def ragged_rows(kv_dtype: str, rule: Rule, fill: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rule", ["full", "window, sinks", "everything"])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_a_poisoned_arena_gives_the_bits_of_a_zeroed_one(kv_dtype: str, rule: str) -> None:
-    """N08. The null block is poisoned like all others; tables are padded with it."""
+    """The null block is poisoned like all others; tables are padded with it."""
     zeroed = ragged_rows(kv_dtype, RULES[rule], "zeros")
     for poison in POISONS:
         for length, wanted, rows in zip(LENGTHS * 2, zeroed, ragged_rows(kv_dtype, RULES[rule], poison)):
@@ -53,7 +53,7 @@ def test_evicted_blocks_are_never_read(kv_dtype: str, rule: Rule, chunk: int) ->
     wanted = kept.run(tokens, rule, chunk, start=start)
     assert same_bits(evicted.run(tokens, rule, chunk, start=start, evict=True), wanted)
     assert error(wanted, expected(tokens, kv_dtype, rule, start)) < 4e-6
-    # N13: what stays is bounded by the rule, not by the length.
+    # The blocks that stay are bounded by the rule, not by the length.
     for tables, reach, sinks in zip(
         evicted.tables, (rule.window, rule.residual_length), (rule.num_sink_tokens, rule.num_exact_sinks)
     ):
@@ -105,7 +105,7 @@ def test_padding_rows_of_a_step_may_hold_nan(kv_dtype: str, rule: str) -> None:
     assert not rows[50:].any()
 
 
-def test_the_poison_is_poison() -> None:
+def test_poisoned_memory_spoils_rows_that_read_it() -> None:
     """Else the tests above would hold for code that reads everything."""
     for poison in POISONS:
         assert filled((1, 48), poison).view(torch.float16).isnan().all()

@@ -27,7 +27,7 @@ class Probe:
         return [self.cache.attend([(0, TOKENS, first, COUNT)], self.rule)[0][-1] for first in chunks]
 
     def depends_on(self, j: int, pools: slice = slice(None)) -> bool:
-        """Whether the last row changes with token j, in all of its chunks alike."""
+        """Whether the last row changes with token j, in prefill and in decode alike."""
         everything = self.cache.pools
         self.cache.pools = everything[pools]
         self.cache.tables, tables = self.cache.tables[pools], self.cache.tables
@@ -45,7 +45,7 @@ class Probe:
 def test_distance_w_minus_1_matters_and_distance_w_does_not(
     window: int, num_sink_tokens: int, residual_length: int
 ) -> None:
-    """W01, and with sinks the first S as well."""
+    """With sinks, the first S tokens matter as well."""
     num_exact_sinks = num_sink_tokens if residual_length else 0
     probe = Probe("int4", Rule(window, num_sink_tokens, residual_length, num_exact_sinks))
     last = COUNT - 1
@@ -119,7 +119,6 @@ def test_sink_keys_meet_the_turned_query_and_other_keys_the_plain_one() -> None:
 @pytest.mark.parametrize("num_sink_tokens", [0, 3])
 @pytest.mark.parametrize("window", [1, 16, 31, 33])
 def test_prefill_and_decode_keep_the_same_window_around_its_length(window: int, num_sink_tokens: int) -> None:
-    """W02."""
     rule = Rule(window, num_sink_tokens)
     for count in range(max(window - 1, 1), window + num_sink_tokens + 3):
         tokens = Tokens.random(count, HEADS)
@@ -131,7 +130,7 @@ def test_prefill_and_decode_keep_the_same_window_around_its_length(window: int, 
 @pytest.mark.parametrize("sizes", [(512, 128, 128), (384, 128, 128), (300, 128, 128), (128, 128, 32)], ids=str)
 @pytest.mark.parametrize("decoded", [0, 3])
 def test_a_prompt_longer_than_the_window_equals_a_band_mask(sizes: tuple[int, int, int], decoded: int) -> None:
-    """W03: (prompt, window, chunk), with the blocks behind the window gone."""
+    """``sizes``: prompt, window and chunk. Blocks behind the window are evicted."""
     prompt, window, chunk = sizes
     tokens = Tokens.random(prompt + decoded, HEADS)
     cache = PagedCache(HEADS, "fp32", [len(tokens)])

@@ -168,7 +168,7 @@ reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak 
 
 
 def measured(script: str, options: dict | None = None) -> list[int]:
-    """The bytes that a process of its own prints."""
+    """The numbers of bytes that the script prints in a new process."""
     given = f"TESTS, OPTIONS = {str(Path(__file__).parents[1] / 'support')!r}, {options!r}\n"
     text = given + textwrap.dedent(RESIDENT) + textwrap.dedent(script)
     run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)

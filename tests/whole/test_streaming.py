@@ -1,9 +1,6 @@
 """Under a window every row sees what StreamingLLM's cache would show it, at that cache's positions.
 
-The oracle is the method as published (arXiv:2309.17453): token by token, each layer keeps unrotated keys and values of
-the first S and the last W tokens, numbers them 0 .. n - 1 in the order of the cache, rotates them all anew at every
-step, and gives the query the last number. It shares nothing with lean but the weights: transformers' own modules run
-with their rotation turned off, in float64.
+The oracle, support/streaming_oracle.py, shares nothing with lean but the weights.
 """
 
 import functools
@@ -11,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_state import block_table, manager, runner
 from helpers import refusal
+from norms import exact_norms
+from streaming_oracle import FixedOracle, StreamingOracle
 from tiny import tokens
-from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lean import LLM, EngineConfig, SamplingParams
 from lean.engine.scheduler import Chunk
@@ -29,103 +26,6 @@ from lean.store.source import resolve
 
 WINDOW, SINKS, STEPS = 28, 4, 500
 TOLERANCE = 1e-9
-NAME = "in_cache_positions"
-
-
-def exact_norms(module: torch.nn.Module) -> torch.nn.Module:
-    """RMSNorm without transformers' rounding to float32."""
-    for norm in module.modules():
-        name = type(norm).__name__
-        if name.endswith("RMSNorm"):
-            weight = norm.weight + 1 if "Gemma" in name else norm.weight
-            eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-            norm.forward = lambda x, w=weight, e=eps: x * (x.square().mean(-1, keepdim=True) + e).rsqrt() * w
-        elif name == "CohereLayerNorm":
-            norm.forward = lambda x, w=norm.weight, e=norm.variance_epsilon: (
-                torch.nn.functional.layer_norm(x, x.shape[-1:], eps=e) * w
-            )
-    return module
-
-
-class StreamingOracle:
-    """transformers' model, one token a step, over a cache of unrotated keys. ``window`` 0 keeps every token.
-
-    Layers with a window of their own keep theirs, without sinks.
-    """
-
-    def __init__(self, folder: Path, window: int, sinks: int, *, pairs: bool = False) -> None:
-        AttentionInterface.register(NAME, self._attend)
-        AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=NAME)
-        model.set_experts_implementation("eager")
-        self.model = exact_norms(model.eval().requires_grad_(False))
-        self.window, self.sinks, self.pairs = window, sinks, pairs
-        self.kept: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
-        self.seen: list[list[int]] = []  # per step, the tokens in the cache of the last layer
-        [rotary] = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
-        kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else [None]
-        self.angles = {kind: self._frequencies(rotary, kind) for kind in kinds}
-        extra = [kind for kind in kinds if kind][:1]
-        cos, sin = rotary(torch.zeros(1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.long), *extra)
-        still = torch.ones_like(cos), torch.zeros_like(sin)
-        rotary.forward = lambda *args, **kwargs: still
-        self.position = 0
-
-    @staticmethod
-    def _frequencies(rotary: torch.nn.Module, kind: str | None) -> tuple[torch.Tensor, float]:
-        prefix = "" if kind is None else f"{kind}_"
-        inv_freq, scaling = getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")
-        return inv_freq.double(), float(scaling)
-
-    def _rotated(self, x: torch.Tensor, positions: torch.Tensor, kind: str | None) -> torch.Tensor:
-        """x [heads, tokens, head_dim] at positions [tokens]."""
-        inv_freq, scaling = self.angles[kind if kind in self.angles else None]
-        angle = positions[:, None].double() * inv_freq
-        cos, sin = angle.cos() * scaling, angle.sin() * scaling
-        dims = 2 * inv_freq.numel()
-        first, second = (
-            (slice(0, dims, 2), slice(1, dims, 2)) if self.pairs else (slice(0, dims // 2), slice(dims // 2, dims))
-        )
-        out = x.clone()
-        out[..., first] = x[..., first] * cos - x[..., second] * sin
-        out[..., second] = x[..., second] * cos + x[..., first] * sin
-        return out
-
-    def _attend(
-        self, module, query, key, value, mask, scaling, sliding_window=None, softcap=None, s_aux=None, **kwargs
-    ):
-        own = sliding_window or 0
-        window, sinks = (own, 0) if own else (self.window, self.sinks)
-        kept = self.kept.setdefault(module.layer_idx, [])
-        kept.append((self.position, key[0, :, 0], value[0, :, 0]))
-        if window:
-            kept[:] = [kept[i] for i in range(len(kept)) if kept[i][0] < sinks or i >= len(kept) - window]
-        kind = "sliding_attention" if own else "full_attention"
-        keys = torch.stack([k for _, k, _ in kept], dim=1)
-        values = torch.stack([v for _, _, v in kept], dim=1)
-        positions = torch.arange(len(kept))
-        keys = self._rotated(keys, positions, kind)
-        q = self._rotated(query[0], positions[-1:], kind)
-        group = query.shape[1] // key.shape[1]
-        keys, values = (x.repeat_interleave(group, dim=0) for x in (keys, values))
-        scores = (q @ keys.transpose(1, 2))[:, 0] * scaling
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if s_aux is not None:
-            scores = torch.cat((scores, s_aux[:, None].double()), dim=1)
-        p = scores.softmax(-1)[:, : len(kept)]
-        self.seen.append([token for token, _, _ in kept])
-        return (p[:, None] @ values).transpose(0, 1)[None], None
-
-    @torch.inference_mode()
-    def hidden(self, ids: list[int]) -> torch.Tensor:
-        rows = []
-        for self.position, token in enumerate(ids):
-            out = self.model.model(
-                input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[self.position]]), use_cache=False
-            )
-            rows.append(out.last_hidden_state[0])
-        return torch.cat(rows)
 
 
 def read(folder: Path) -> LoadedModel:
@@ -205,7 +105,7 @@ def kind_of(name: str) -> tuple[str, dict]:
 
 @pytest.fixture(scope="module")
 def oracle(tiny):
-    """``oracle(name, window, sinks, steps)``: rows of the first so many tokens."""
+    """``oracle(name, window, sinks, steps)``: rows of the first ``steps`` tokens."""
 
     @functools.cache
     def rows(name: str, window: int, sinks: int, steps: int) -> torch.Tensor:
@@ -218,15 +118,14 @@ def oracle(tiny):
 
 @pytest.mark.parametrize("name", LONG)
 def test_every_row_of_500_equals_a_cache_that_numbers_its_keys_anew(model, oracle, name):
-    """W12. One shot and in pieces; the last layers' keys hang on what the windows below showed."""
+    """In one chunk and in several. Keys of upper layers depend on what the windows of lower layers showed."""
     want = oracle(name, WINDOW, SINKS, STEPS)
     for chunk in (512, 33):
         assert distance(hidden(start(model(name), prefill_chunk=chunk), tokens(STEPS)), want) < TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "steps"), [("llama", STEPS), ("yarn, 2 layers", 150)])
-def test_every_step_of_decode_equals_it_too(model, oracle, name, steps):
-    """W12, W13."""
+def test_every_step_of_decode_equals_that_cache_too(model, oracle, name, steps):
     want = oracle(name, WINDOW, SINKS, STEPS)[:steps]
     assert distance(hidden(start(model(name), prefill_chunk=1), tokens(steps)), want) < TOLERANCE
 
@@ -239,19 +138,19 @@ def test_generated_tokens_are_those_of_the_oracle(model, tiny):
     streaming = StreamingOracle(tiny("llama", **LONG["llama, 2 layers"][1]), WINDOW, SINKS)
     rows = streaming.hidden(tokens(40) + answer.token_ids[:-1])[39:]
     with torch.inference_mode():
-        likeliest = streaming.model.lm_head(rows)[:, :259].argmax(-1)  # lean never draws what belongs to no token
-    assert answer.token_ids == likeliest.tolist()
+        most_likely = streaming.model.lm_head(rows)[:, :259].argmax(-1)  # lean never draws rows that belong to no token
+    assert answer.token_ids == most_likely.tolist()
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_sinks_work_on_every_kind_of_model(model, oracle, name):
-    """W15, W07. Layers that slide on their own keep their 32 tokens and have no visible sinks."""
+    """Layers with a sliding window keep their 32 tokens and have no visible sinks."""
     want = oracle(name, WINDOW, SINKS, 160)
     assert distance(hidden(start(model(name), prefill_chunk=37), tokens(160)), want) < TOLERANCE
 
 
 def test_global_layers_keep_their_own_scaling_under_a_window(tiny):
-    """W10: linear scaling belongs to Gemma's global layers only, and so does the turn for the sinks."""
+    """Linear scaling belongs to Gemma's global layers only, and so does the turn for the sinks."""
     folder, ids = tiny("gemma3", rope_parameters=GLOBAL_LINEAR, **LOCAL_AND_GLOBAL), tokens(400)
     want = StreamingOracle(folder, WINDOW, SINKS).hidden(ids)
     assert distance(hidden(start(read(folder), prefill_chunk=64), ids), want) < TOLERANCE
@@ -265,19 +164,19 @@ def test_any_window_and_any_number_of_sinks(model, oracle, window, sinks):
     assert distance(hidden(llm, tokens(180)), want) < TOLERANCE
 
 
-def test_a_key_at_its_true_position_would_be_seen(model, oracle):
-    """The oracle tells the two conventions apart: without the turn, rows differ as soon as a token has gone."""
+def test_the_oracle_notices_sinks_at_their_true_positions(model, oracle):
+    """Without the turn of the query, rows differ as soon as a token has left the window."""
     llm = start(model("llama"))
-    llm._runner.sink_rotary = None
+    runner(llm).sink_rotary = None
     found, want = hidden(llm, tokens(STEPS)), oracle("llama", WINDOW, SINKS, STEPS)
     assert distance(found[: WINDOW + SINKS], want[: WINDOW + SINKS]) < TOLERANCE
     assert (found - want)[WINDOW + SINKS :].abs().amax(-1).min() > 1e-4
 
 
-def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
-    """W13: positions are the true ones; the last sink always stands one behind the first token of the window."""
+def test_positions_and_shifts_of_sinks_do_not_depend_on_evicted_blocks(model):
+    """Positions are the true ones. For every row the last sink stands right before the first token of the window."""
     llm, rows, shifts, evicted = start(model("llama"), block_size=8, prefill_chunk=5), [], [], []
-    make, rotary = llm._runner.batch, llm._runner.sink_rotary
+    make, rotary = runner(llm).batch, runner(llm).sink_rotary
 
     class Watched:
         def back(self, moved: torch.Tensor, device: torch.device) -> SinkTurn:
@@ -288,12 +187,12 @@ def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
         [chunk] = chunks
         rows.extend(range(chunk.start, chunk.end))
         shifts.extend([0] * (chunk.end - chunk.start))
-        evicted.append(list(llm._manager.table(chunk.request.seq_id, 0)).count(0))
+        evicted.append(block_table(llm, chunk.request.seq_id, 0).count(0))
         made = make(chunks)
         assert made.positions.tolist() == rows[chunk.start :]
         return made
 
-    llm._runner.batch, llm._runner.sink_rotary = watched, Watched()
+    runner(llm).batch, runner(llm).sink_rotary = watched, Watched()
     hidden(llm, tokens(100))
     assert len(set(evicted)) > 4
     for position, moved in zip(rows, shifts, strict=True):
@@ -303,23 +202,12 @@ def test_the_window_moves_in_one_frame_whatever_was_evicted(model):
         assert (moved > 0) == gone
 
 
-# --- frequencies that hang on the length ---
-
-
-class FixedOracle(StreamingOracle):
-    """Frequencies as transformers computes them for a length of ``LENGTH`` tokens."""
-
-    LENGTH = 256
-
-    @classmethod
-    def _frequencies(cls, rotary, kind):
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rotary.rope_type](rotary.config, None, seq_len=cls.LENGTH)
-        return inv_freq.double(), float(scaling)
+# --- frequencies that depend on the length ---
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_frequencies_that_change_with_the_length_are_fixed_at_load_and_then_streamed(tiny, name):
-    """A window takes any length: what is fixed is the longest that the model is made for."""
+    """A window takes any length, so frequencies are those of the longest length that the model supports."""
     if name == "dynamic":
         rope = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
         folder = tiny("llama", rope_parameters=rope, max_position_embeddings=64, **TWO_LAYERS)
@@ -331,7 +219,7 @@ def test_frequencies_that_change_with_the_length_are_fixed_at_load_and_then_stre
     assert distance(hidden(llm, ids), FixedOracle(folder, WINDOW, SINKS).hidden(ids)) < TOLERANCE
 
 
-# --- what cannot be turned back ---
+# --- positions that cannot be turned back ---
 
 
 NOPE = {**TWO_LAYERS, "no_rope_layers": [1, 0]}
@@ -340,8 +228,8 @@ REFUSED = {
     "no rotation in layer 1": ("smollm3", NOPE, "layer 1"),
     "no rotation in the global layer": ("cohere2", {**LOCAL_AND_GLOBAL, "sliding_window": 32}, "layer 1"),
     "angles in halves, dims in pairs": ("glm", GLM, "layer 0"),
-    "the same": ("glm4", GLM, "layer 0"),
-    "and again": ("ernie4_5", TWO_LAYERS, "layer 0"),
+    "angles in halves, dims in pairs, glm4": ("glm4", GLM, "layer 0"),
+    "angles in halves, dims in pairs, ernie4_5": ("ernie4_5", TWO_LAYERS, "layer 0"),
     "learned positions": ("gpt2", {**TWO_LAYERS, "n_positions": 512}, "no rotary"),
     "learned, with an offset": ("opt", {**TWO_LAYERS, "ffn_dim": 64}, "no rotary"),
 }
@@ -361,7 +249,7 @@ def test_positions_that_cannot_be_turned_back_are_refused_with_a_window_and_serv
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ["smollm3", "glm"])
-def test_every_dtype_tells_them_apart(tiny, kind, dtype):
+def test_positions_that_cannot_be_turned_back_are_found_in_every_dtype(tiny, kind, dtype):
     folder = tiny(kind, **{"smollm3": NOPE, "glm": GLM}[kind])
     assert "turn back" in refusal(LLM, str(folder), EngineConfig(window=WINDOW, dtype=dtype))
 
@@ -374,7 +262,7 @@ def test_rounding_of_narrow_dtypes_is_not_taken_for_a_wrong_rotation(tiny, name,
 
 
 def test_a_turn_by_wrong_frequencies_fails_the_self_test(model, monkeypatch):
-    """The probe must see an error of one part in a hundred in a single frequency."""
+    """The self-test must find an error of 1% in a single frequency."""
     llm = start(model("llama"))
     of = SinkRotary.of
 
@@ -384,7 +272,7 @@ def test_a_turn_by_wrong_frequencies_fails_the_self_test(model, monkeypatch):
 
     monkeypatch.setattr(SinkRotary, "of", wrong)
     with pytest.raises(ModelError, match="layer 0"):
-        try_rotation(llm._runner, llm._manager)
+        try_rotation(runner(llm), manager(llm))
     monkeypatch.setattr(SinkRotary, "of", lambda module, name: SinkRotary(of(module, name).inv_freq, True))
     with pytest.raises(ModelError, match="layer 0"):
-        try_rotation(llm._runner, llm._manager)
+        try_rotation(runner(llm), manager(llm))
