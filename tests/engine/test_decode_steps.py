@@ -197,7 +197,7 @@ def test_rows_behind_the_sequences_are_padding(model):
 
 
 def test_without_a_max_model_len_block_tables_grow_and_nothing_compiles_again(model, monkeypatch):
-    monkeypatch.setattr("lean.engine.decode_steps.FIRST_REACH", 32)
+    monkeypatch.setattr("lean.engine.decode_batch.FIRST_REACH", 32)
     backend, record = CountingBackend(), CalledAgain()
     config = {"prefill_chunk": 1, **KV["llama"], "max_model_len": None, "max_num_seqs": 1}
     llm = start(model("llama"), backend, record, **config)

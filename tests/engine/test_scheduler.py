@@ -177,7 +177,7 @@ def test_what_can_never_fit_is_refused_with_both_numbers_and_the_flag():
     assert all(word in message for word in words)
     assert "--max-model-len" not in refusal(Course(model_length=100).add, 0, prompt=100)  # nothing would raise that
     message = refusal(course.add, 0, prompt=120, max_tokens=10)  # 129 tokens in the cache
-    assert all(word in message for word in ("9 cache blocks of 16", "there are 8", "--max-tokens", "--num-blocks"))
+    assert all(word in message for word in ("9 cache blocks of 16", "there are only 8", "--max-tokens", "--num-blocks"))
     refusal(course.add, 0, prompt=0)
     assert not course.scheduler.has_work
     course.add(0, prompt=127)

@@ -86,7 +86,7 @@ def test_the_pools_of_a_report_describe_what_is_held(model):
     llm.add_request(IDS, SamplingParams(1), keep_cache=True)
     while llm.has_work:
         llm.step()
-    llm.peak_use = llm.stats()
+    llm.engine.peak_use = llm.stats()
     report = kv_report(llm)
     assert (report["format_k"], report["format_v"]) == ("fp32/int8/int4", "fp32/int4")
     assert report["bytes_per_token"] == 256 + 2 * 56 + 40
