@@ -47,8 +47,7 @@ def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
     use = llm.stats()
     for position, hidden in llm.hidden_states(token_ids):
         wanted = targets[position + 1 : position + 1 + hidden.shape[0]].to(hidden.device)  # the last row has none
-        for start in range(0, len(wanted), llm.model.logit_rows):
-            part = slice(start, min(start + llm.model.logit_rows, len(wanted)))
+        for part in llm.model.logit_slices(len(wanted)):
             total -= float(score_rows(llm, hidden[part], wanted[part]).logprobs.double().sum())
         count += len(wanted)
         end = position + hidden.shape[0]
