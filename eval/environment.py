@@ -1,4 +1,4 @@
-"""What a figure was measured on: versions, machine, kernels, weights."""
+"""The environment of a measurement: versions, machine, kernels, weights."""
 
 import hashlib
 import importlib.metadata
@@ -18,7 +18,7 @@ from lean.store.source import ModelSource
 
 
 def environment(base: EngineConfig) -> dict[str, Any]:
-    """Versions, machine and kernels."""
+    """Versions, machine and kernels, ready for JSON. Raises ConfigError where the device or its kernels are missing."""
     device = choose_device(base.device)
     try:
         kernels = backend(device)
@@ -51,7 +51,7 @@ def _cpu_name() -> str:
 
 
 def weights_stamp(source: ModelSource) -> str:
-    """Changes when the files of the weights do; their contents are not read."""
+    """A short hash of names, sizes and times of the weight files. It changes with the files; they are not read."""
     files = [source.folder / source.gguf_file] if source.gguf_file else sorted(source.folder.glob("*.safetensors"))
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from lean.config import EngineConfig
-from lean.errors import EngineError
+from lean.eval.requests import greedy, raise_failed
 from lean.eval.score.perplexity import Part, ScoredText, exp, mean_and_stderr
 from lean.llm import LLM
 from lean.model.load import LoadedModel
-from lean.sampling_params import SamplingParams
 
 _TOP = 5
 
@@ -165,19 +164,8 @@ class Divergence:
 
 def greedy_continuations(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """Token ids of greedy continuations, ``max_tokens`` for each prompt. Raises EngineError where a request fails."""
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        ignore_eos=True,
-    )
-    outputs = llm.generate(prompts, params)
-    for output in outputs:
-        if output.finish_reason != "length":
-            raise EngineError(output.error or "the request was aborted")
+    outputs = llm.generate(prompts, greedy(max_tokens))
+    raise_failed(outputs)
     return [output.token_ids for output in outputs]
 
 

@@ -119,15 +119,20 @@ class Run:
 
     def model(self) -> None:
         """Decode steps of a Llama with random weights: eager and, on a GPU, from CUDA graphs."""
-        from lean.eval.bench.gpu.model import random_llama, step_seconds
+        from lean.eval.bench.gpu.model import step_seconds
         from lean.eval.bench.peers import decode_room
+        from lean.eval.random_llama import save_random_llama
         from lean.llm import LLM  # imports Triton, so `interpret` must have run before
 
         layers, hidden, heads, kv_heads, vocabulary, context = self.plan.model
         modes = [True] if self.device.type == "cpu" else [True, False]  # values of enforce_eager
         steps = 4 * self.plan.rounds + 2
         with tempfile.TemporaryDirectory() as folder:
-            random_llama(Path(folder), layers, hidden, heads, kv_heads, vocabulary, 4 * context, self.device)
+            save_random_llama(
+                Path(folder), torch.bfloat16, self.device, vocab_size=vocabulary, hidden_size=hidden,
+                intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
+                num_key_value_heads=kv_heads, max_position_embeddings=4 * context, tie_word_embeddings=True,
+            )  # fmt: skip
             config = EngineConfig(
                 "bf16", dtype="bfloat16", device=self.device.type, max_num_seqs=1,
                 max_model_len=context + steps + 8, max_num_batched_tokens=2048,
