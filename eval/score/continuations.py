@@ -9,7 +9,7 @@ from lean.errors import EMPTY_PROMPT, RequestError
 from lean.llm import LLM
 from lean.scoring import TokenScores, score_rows
 
-SEQUENCES_AT_ONCE = 1024  # handed to the engine together; it runs max_num_seqs of them and queues the rest
+SEQUENCES_AT_ONCE = 1024  # given to the engine together; it runs up to max_num_seqs of them and queues the rest
 
 
 def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]) -> Iterator[tuple[int, float, bool]]:

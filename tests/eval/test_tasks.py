@@ -191,7 +191,7 @@ def test_unknown_tasks_are_named_before_anything_is_loaded(monkeypatch):
     assert "arc_easy" in refusal(check_tasks, ["arc_easyy"])
     assert "lm_eval ls tasks" in refusal(check_tasks, ["no such task"])
     assert "no task given" in refusal(check_tasks, [])
-    assert "no folder" in refusal(check_tasks, ["lean_cloze"], "nowhere")
+    assert "not a folder" in refusal(check_tasks, ["lean_cloze"], "nowhere")
 
 
 def test_data_out_of_reach_is_said_at_once_and_what_to_provide(local_tasks, no_hub, monkeypatch):
