@@ -136,7 +136,7 @@ def test_tasks_have_columns_and_say_how_they_were_run():
 
 
 def test_names_are_text_and_not_markup(judged, page):
-    assert "tiny <b>&: what each saved byte costs" in page.words
+    assert "tiny <b>&: accuracy and speed of smaller KV caches" in page.words
     assert "b" not in page.tags
 
 

@@ -173,7 +173,7 @@ def test_results_that_lean_did_not_write_are_refused(model, done, tmp_path):
     assert "without its config.yaml" in refusal(run, model, tmp_path)
     copy(done.out, tmp_path)
     (tmp_path / "results.jsonl").write_text('{"a": 1}\n')
-    assert "line 1 is no result" in refusal(run, model, tmp_path)
+    assert "line 1 is not a result" in refusal(run, model, tmp_path)
     assert (tmp_path / "results.jsonl").read_text() == '{"a": 1}\n'
     (tmp_path / "file").write_text("")
     assert "cannot write into" in refusal(run, model, tmp_path / "file")
