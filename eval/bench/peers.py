@@ -9,7 +9,7 @@ import torch
 
 from lean.config import EngineConfig
 from lean.errors import EngineError, UserError
-from lean.eval.requests import greedy
+from lean.eval.decoding import greedy
 from lean.llm import LLM
 from lean.model.load import LoadedModel
 

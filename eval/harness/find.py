@@ -37,7 +37,7 @@ def load_tasks(tasks: Sequence[str], include_path: str | Path | None) -> tuple[l
             except Exception as error:  # from datasets, the hub, its HTTP library or the task's own code
                 raise UserError(
                     f"task {name!r} cannot be loaded ({one_line(error)}): put its data on this machine (HF_HOME), "
-                    "connect to the hub, or give a task over local files with --include-path; lean_cloze needs no data"
+                    "connect to the hub, or give a task over local files with --include-path; lean_cloze needs neither"
                 ) from error
             group = found.get("groups", {}).get(name)
             loaded += [group] if group else list(found["tasks"].values())  # a tag gives several tasks

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from lean.eval.requests import raise_failed
+from lean.eval.decoding import raise_failed
 from lean.eval.score.continuations import SEQUENCES_AT_ONCE
 from lean.llm import LLM
 from lean.sampling_params import SamplingParams

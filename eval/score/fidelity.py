@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lean.config import EngineConfig
-from lean.eval.requests import greedy, raise_failed
+from lean.eval.decoding import greedy, raise_failed
 from lean.eval.score.perplexity import Part, ScoredText, exp, mean_and_stderr
 from lean.llm import LLM
 from lean.model.load import LoadedModel

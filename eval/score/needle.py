@@ -13,8 +13,8 @@ from itertools import product
 from typing import Any
 
 from lean.errors import RequestError
+from lean.eval.decoding import raise_failed
 from lean.eval.pictures import require_matplotlib
-from lean.eval.requests import raise_failed
 from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 from lean.text.prompt import encode_prompt

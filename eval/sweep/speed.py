@@ -4,7 +4,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from lean.eval.requests import greedy, raise_failed
+from lean.eval.decoding import greedy, raise_failed
 from lean.llm import LLM
 
 STEPS = 12

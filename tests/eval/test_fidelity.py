@@ -1,4 +1,4 @@
-"""Fidelity by its formulas, in the right order, and blind to how the text was cut into chunks."""
+"""Fidelity follows its formulas, ranks formats correctly, and does not depend on the chunk size."""
 
 import pytest
 import torch

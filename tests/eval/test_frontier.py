@@ -1,4 +1,4 @@
-"""Undominated cells and the recommendation: nothing is ranked inside two standard errors."""
+"""The frontier and the recommendation: differences within two standard errors do not count."""
 
 import pytest
 from sweeps import exact, measured
@@ -97,11 +97,11 @@ def test_a_cell_that_loses_needles_is_not_recommended():
     assert any("finds 33% of the needles, the exact cache 100%" in line for line in advice.reasons)
 
 
-def test_needles_that_the_exact_cache_does_not_find_count_against_nobody():
+def test_needles_that_the_exact_cache_misses_too_do_not_count():
     assert recommend([exact(found=3), measured("int4", 28, 0.001, 0.0001, found=3)]).cell.cell.kv_dtype == "int4"
 
 
-def test_ties_are_said():
+def test_ties_are_listed():
     cells = [exact(), measured("int8", 52, 0.0010, 0.0005), measured("k8v4", 40, 0.0015, 0.0005),
              measured("fp8", 40, 0.0016, 0.0005)]  # fmt: skip
     advice = recommend(cells)
@@ -110,7 +110,7 @@ def test_ties_are_said():
     assert any("Equally close" in line and "fp8" in line and "the same memory" in line for line in advice.reasons)
 
 
-def test_a_window_is_never_recommended_silently():
+def test_a_window_is_never_recommended():
     """A text of two thousand tokens cannot show what a window forgets; the cost of the window is listed separately."""
     cells = [exact(), measured(EXACT, 20, 0.05, 0.005, window=508), measured("k8v4", 10, 0.051, 0.005, window=508),
              measured("int4", 5, 0.2, 0.005, window=508), measured("int8", 52, 0.0003, 0.00001)]  # fmt: skip
@@ -121,6 +121,6 @@ def test_a_window_is_never_recommended_silently():
     assert "0.050000" in line
 
 
-def test_a_window_that_the_text_never_reached_is_said():
+def test_a_window_that_the_text_never_reached_is_listed_as_not_ranked():
     cells = [exact(), measured(EXACT, 20, 0.0, 0.0, window=4096, window_reached=False)]
     assert "not ranked" in recommend(cells).windows[0]

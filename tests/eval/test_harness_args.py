@@ -27,7 +27,7 @@ def exact(folder):
     return lean(folder)
 
 
-def test_truncation_is_from_the_left_counted_by_item_and_said(exact, folder, caplog):
+def test_truncation_is_from_the_left_counted_by_item_and_logged(exact, folder, caplog):
     model = LeanLM(exact.llm, progress=False)
     long = "".join(map(chr, (97 + index % 26 for index in range(600))))
     pairs = [("short", " one"), (long, " a"), (long, " bcd"), ("also short", " two")]
@@ -44,7 +44,7 @@ def test_truncation_is_from_the_left_counted_by_item_and_said(exact, folder, cap
     assert found[2][0] == pytest.approx(float(exact.llm.score(ids)[-4:].sum()), abs=1e-4)
 
 
-def test_what_cannot_be_scored_or_generated_is_refused(exact):
+def test_impossible_requests_are_refused(exact):
     def ask(kind, *arguments):
         return refusal(getattr(exact, kind), instances(kind, [arguments]))
 

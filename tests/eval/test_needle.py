@@ -17,7 +17,7 @@ def tokenizer(request):
     return make_tokenizer(*request.param)
 
 
-def test_who_sees_the_whole_prompt_finds_every_needle(tokenizer):
+def test_an_engine_that_sees_the_whole_prompt_finds_every_needle(tokenizer):
     engine = Searcher(tokenizer)
     cells = run(engine, (500, 1200), (0, 50, 100), trials=3)
     assert [(cell.length, cell.depth) for cell in cells] == [(n, d) for n in (500, 1200) for d in (0, 50, 100)]
@@ -25,7 +25,7 @@ def test_who_sees_the_whole_prompt_finds_every_needle(tokenizer):
     assert engine.together == [3] * 6
 
 
-def test_who_sees_only_the_last_tokens_finds_only_needles_among_them():
+def test_an_engine_that_sees_the_last_tokens_finds_only_needles_among_them():
     cells = run(Searcher(byte_tokenizer(), sees=400), (2000,), (0, 50, 100))
     assert share(cells) == [0, 0, 1]
     assert share(run(Searcher(byte_tokenizer(), sees=100), (2000,), (0, 50, 100))) == [0, 0, 0]
@@ -58,10 +58,10 @@ def test_an_answer_has_room_for_a_value_of_one_token_per_character():
     assert len(byte_tokenizer()(" 12345. ")["input_ids"]) <= ANSWER_TOKENS
 
 
-def test_progress_is_told_after_every_cell():
-    told = []
-    run(Searcher(byte_tokenizer()), (500, 600), (0, 50), trials=3, progress=told.append)
-    assert told == [3, 3, 3, 3]
+def test_progress_is_reported_after_every_cell():
+    reported = []
+    run(Searcher(byte_tokenizer()), (500, 600), (0, 50), trials=3, progress=reported.append)
+    assert reported == [3, 3, 3, 3]
 
 
 def test_cells_come_as_they_are_done():
@@ -72,7 +72,7 @@ def test_cells_come_as_they_are_done():
     assert engine.together == [1]
 
 
-def test_a_request_that_failed_is_no_lost_needle(monkeypatch):
+def test_a_failed_request_is_an_error_and_not_a_lost_needle(monkeypatch):
     engine = Searcher(byte_tokenizer())
     monkeypatch.setattr(engine, "answer", lambda ids: RequestOutput(0, "", [], len(ids), "error", "non-finite"))
     with pytest.raises(EngineError, match="non-finite"):
@@ -100,7 +100,7 @@ def test_a_deterministic_engine_answers_the_same_alone_and_in_company(tiny, monk
     assert len(answers[1]) == 6
 
 
-def test_what_cannot_be_served_is_refused_before_anything_runs(tiny):
+def test_lengths_beyond_the_engine_are_refused_before_anything_runs(tiny):
     llm = LLM(str(tiny("llama")), EngineConfig(max_num_seqs=1))
     limit = llm.size.max_model_len - ANSWER_TOKENS
     message = refusal(run_needle, llm, TEXT, (400, limit + 1), (0,))
@@ -127,7 +127,7 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(tiny):
         ({"text": " \n"}, "is empty"),
     ],
 )
-def test_what_has_no_meaning_is_refused_before_anything_runs(options, words):
+def test_impossible_arguments_are_refused_before_anything_runs(options, words):
     engine = Searcher(byte_tokenizer())
     arguments = {"text": TEXT, "lengths": (500,), "depths": (50,), **options}
     assert words in refusal(run_needle, engine, **arguments)
@@ -138,7 +138,7 @@ def test_what_has_no_meaning_is_refused_before_anything_runs(options, words):
 
 
 @pytest.mark.slow
-def test_the_demo_model_finds_what_its_cache_shows_and_loses_what_a_window_hides():
+def test_the_demo_model_finds_needles_in_its_cache_and_loses_needles_beyond_a_window():
     from lean.store.pull import pull
 
     torch.set_num_threads(2)

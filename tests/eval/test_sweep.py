@@ -24,7 +24,7 @@ def test_the_grid_begins_with_the_exact_cache_and_has_no_cell_twice():
     assert cells[2:] == [Cell("int8", 0, 64), Cell("int8", 64, 64), Cell("int8"), Cell("int8", 64)]
 
 
-def test_every_cell_is_measured_with_what_its_name_says(done):
+def test_every_cell_is_measured_as_its_name_says(done):
     assert [cell.cell for cell in done.sweep.measured] == GRID.cells()
     for cell in done.sweep.measured:
         assert cell.fidelity.tokens_scored == 120
@@ -38,7 +38,7 @@ def test_the_first_cell_is_the_floor_and_formats_lie_above_it(done):
     assert all(kld > 10 * abs(floor) for kld in others)
 
 
-def test_windows_are_compared_with_the_exact_cache_that_sees_all(done):
+def test_windows_are_compared_with_the_exact_cache_without_a_window(done):
     found = {cell.cell: cell for cell in done.sweep.measured}
     assert found[Cell(EXACT, window=64)].fidelity.kld_mean > 100 * found[Cell("int8")].fidelity.kld_mean
     assert len({cell.fidelity.ppl_exact for cell in done.sweep.measured}) == 1
@@ -56,7 +56,7 @@ def test_sizes_are_those_of_a_bf16_model_with_blocks_and_residual(done, model):
     assert found[Cell("int4", 0, 64)].held_bf16 == found[Cell(EXACT)].held_bf16
 
 
-def test_cells_that_cannot_be_are_kept_with_their_reason(tiny, tmp_path):
+def test_cells_that_cannot_run_are_kept_with_their_reason(tiny, tmp_path):
     model = tiny("llama", head_dim=12)
     grid = Grid(("int8", "fp32"), (None, 32), (0, 32), max_tokens=40, context=64)
     sweep = run(model, tmp_path, grid)
@@ -69,7 +69,7 @@ def test_cells_that_cannot_be_are_kept_with_their_reason(tiny, tmp_path):
     assert run(model, tmp_path, grid).results == sweep.results
 
 
-def test_a_window_within_the_residual_is_said_to_be_the_exact_cache(model, tmp_path):
+def test_a_window_within_the_residual_is_reported_as_the_exact_cache(model, tmp_path):
     sweep = run(model, tmp_path, Grid(("int8",), (32,), (32,), max_tokens=60, context=64))
     (cell,) = sweep.impossible
     assert cell == Impossible(Cell("int8", 32, 32), cell.reason)
@@ -81,7 +81,7 @@ def test_a_window_longer_than_the_text_is_marked(model, tmp_path):
     assert {cell.cell.window: cell.window_reached for cell in sweep.measured} == {None: True, 100: False}
 
 
-def test_what_no_engine_can_run_is_an_error_and_not_a_cell(model, tmp_path):
+def test_options_that_no_engine_can_run_are_an_error_and_not_a_cell(model, tmp_path):
     assert "max-model-len 600 exceeds" in refusal(run, model, tmp_path, base=replace(BASE, max_model_len=600))
     assert not (tmp_path / "results.jsonl").read_bytes()
     assert len(run(model, tmp_path, replace(GRID, formats=(), windows=(None,))).results) == 1  # the folder is free

@@ -78,7 +78,7 @@ def test_without_matplotlib_nothing_runs(lean, tmp_path, monkeypatch):
         (("--out", "o", "--limit", "3"), "of the --tasks"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(lean, arguments, message):
+def test_impossible_options_are_refused_in_one_line(lean, arguments, message):
     with pytest.raises(UserError) as caught:
         lean("no-such-model", *arguments)
     assert message in str(caught.value)
