@@ -19,5 +19,5 @@ def save_random_llama(
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
     with torch.device(device):
-        model = LlamaForCausalLM(LlamaConfig(**config, bos_token_id=0, eos_token_id=0))
+        model: Any = LlamaForCausalLM(LlamaConfig(**config, bos_token_id=0, eos_token_id=0))
     model.to(dtype).save_pretrained(folder)
