@@ -1,1 +1,1 @@
-"""Evaluation through the cache: what each saved byte costs."""
+"""Evaluation through the cache: the accuracy and speed that each saved byte costs."""

@@ -1,4 +1,4 @@
-"""Texts to evaluate on. ``python-docs`` comes with every Python and needs no download."""
+"""Texts to evaluate on. ``python-docs`` is part of every Python and needs no download."""
 
 import hashlib
 import socket
@@ -15,7 +15,7 @@ _HUB = ("huggingface.co", 443)
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, its name in reports, and how it was made."""
+    """A text, its name in reports, and how it was prepared."""
 
     name: str
     text: str
@@ -26,7 +26,7 @@ class Corpus:
         return text_hash(self.text)
 
     def report(self) -> dict[str, Any]:
-        """JSON-ready facts that tell this text from any other."""
+        """Facts that identify the text, ready for JSON."""
         return {"name": self.name, "sha256": self.sha256, "characters": len(self.text), "made": self.preprocessing}
 
 
@@ -48,9 +48,9 @@ def python_docs() -> str:
 def _wikitext2() -> str:
     """The test split of WikiText-2 (https://arxiv.org/abs/1609.07843), raw, lines joined as they are.
 
-    Raises UserError within seconds where it is neither cached nor to be had.
+    Raises UserError within seconds where it is neither cached nor reachable.
     """
-    instead = "give a text of yours with --text FILE, or take --corpus python-docs, which is always there"
+    instead = "give your own text with --text FILE, or use --corpus python-docs, which needs no download"
     try:
         import datasets
     except ImportError:
@@ -60,7 +60,7 @@ def _wikitext2() -> str:
     try:
         socket.create_connection(_HUB, timeout=3).close()
     except OSError:
-        offline = True  # what is cached can be read all the same
+        offline = True  # a cached copy can still be read
     was = datasets.config.HF_HUB_OFFLINE, datasets.config.HF_DATASETS_OFFLINE
     try:
         if offline:
@@ -69,15 +69,15 @@ def _wikitext2() -> str:
             name, subset, split=split, download_config=datasets.DownloadConfig(local_files_only=offline, max_retries=0)
         )
     except Exception as error:
-        why = "the hub cannot be reached and it is not cached" if offline else one_line(error)
-        raise UserError(f"corpus wikitext2 ({name} {subset} {split}) cannot be had: {why}; {instead}") from None
+        why = "the hub cannot be reached and there is no cached copy" if offline else one_line(error)
+        raise UserError(f"corpus wikitext2 ({name} {subset} {split}) cannot be loaded: {why}; {instead}") from None
     finally:
         datasets.config.HF_HUB_OFFLINE, datasets.config.HF_DATASETS_OFFLINE = was
     return "".join(rows["text"])
 
 
 def load_corpus(name: str) -> Corpus:
-    """A corpus by its name. Raises UserError for an unknown one, or one that cannot be had here."""
+    """A corpus by its name. Raises UserError for a name that is unknown or a corpus that cannot be loaded."""
     if name == "python-docs":
         return Corpus(name, python_docs(), "pydoc_data.topics of the running Python, sorted, joined with blank lines")
     if name == "wikitext2":
@@ -86,7 +86,7 @@ def load_corpus(name: str) -> Corpus:
 
 
 def load_text(path: str | Path) -> Corpus:
-    """A UTF-8 file as a corpus. Raises UserError where it cannot be read or holds nothing."""
+    """A UTF-8 file as a corpus. Raises UserError where it cannot be read or holds only white space."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -94,5 +94,5 @@ def load_text(path: str | Path) -> Corpus:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {one_line(getattr(error, 'strerror', None) or error)}") from None
     if not text.strip():
-        raise UserError(f"{path} holds no text")
+        raise UserError(f"{path} contains no text: give a file with text")
     return Corpus(Path(path).name, text, "the file as it is")

@@ -1,4 +1,4 @@
-"""What a figure was measured on: versions, machine, kernels, weights."""
+"""The environment of a measurement: versions, machine, kernels, weights."""
 
 import hashlib
 import importlib.metadata
@@ -18,7 +18,7 @@ from lean.store.source import ModelSource
 
 
 def environment(base: EngineConfig) -> dict[str, Any]:
-    """Versions, machine and kernels."""
+    """Versions, machine and kernels, ready for JSON. Raises ConfigError where the device or its kernels are missing."""
     device = choose_device(base.device)
     try:
         kernels = backend(device)
@@ -51,6 +51,6 @@ def _cpu_name() -> str:
 
 
 def weights_stamp(source: ModelSource) -> str:
-    """Changes when the files of the weights do; their contents are not read."""
+    """A short hash of names, sizes and times of the weight files. It changes with the files; they are not read."""
     stamps = [(file.name, size, changed) for file, size, changed in source.weight_files()]
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]

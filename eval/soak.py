@@ -1,7 +1,7 @@
-"""Random load on a tiny model for as long as asked: does memory stay, does everything end, is every block given back?
+"""Random load on a tiny model: memory must stay constant, every request must end, every block must be given back.
 
-The model has random weights and is made on the spot; what is tried is the engine around it: requests that come in any
-number, are cancelled, forked, kept and continued, in a pool that is too small for them, so that preemption is common.
+The model has random weights and is made at the start; the test is about the engine. Requests arrive in random numbers
+and are cancelled, forked, kept and continued. The pool is too small for them, so that preemptions are frequent.
 """
 
 import argparse
@@ -14,65 +14,45 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lean.config import EngineConfig
 from lean.engine.request import RequestOutput, SamplingParams
 from lean.errors import EngineError, run_main
+from lean.eval.random_llama import save_random_llama
 from lean.llm import LLM
 
 MAX_ALIVE = 200
 MODEL_LENGTH = 256
-GROWTH = 0.02  # of resident memory, last quarter against second, that passes for noise
+GROWTH = 0.02  # growth of resident memory from the second quarter to the last that counts as noise
 
 
 def tiny_model(folder: Path) -> None:
-    """A checkpoint with random weights and a tokenizer of one token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: index for index, token in enumerate(["</s>", *alphabet])}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MODEL_LENGTH,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    """Save a checkpoint with random weights and a tokenizer of one token per byte."""
+    save_random_llama(
+        folder, vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=MODEL_LENGTH,
+    )  # fmt: skip
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not say (not Linux)."""
+    """Resident memory of this process; 0 on a system other than Linux."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
 
 
-def rss_mib() -> float:
-    return resident_bytes() / 2**20
-
-
 class Load:
-    """Makes requests, cancels some, continues others, and counts what comes of them."""
+    """Makes requests, cancels some, continues others, and counts how they end."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self.llm = llm
         self.random = random.Random(seed)
         self.count: Counter[str] = Counter()
-        self.left: dict[int, int] = {}  # per request: its sequences that have not ended
-        self.prompts: dict[int, list[int]] = {}  # of the requests whose cache will be kept
-        self.kept: dict[int, list[int]] = {}  # of ended ones: all that was said
-        self.target = 30
+        self.left: dict[int, int] = {}  # request -> its sequences that have not ended
+        self.prompts: dict[int, list[int]] = {}  # running requests whose cache will be kept -> their tokens so far
+        self.kept: dict[int, list[int]] = {}  # ended requests whose cache is kept -> all their tokens
+        self.target = 30  # requests alive at once
 
     def params(self) -> SamplingParams:
         draw = self.random
@@ -123,7 +103,7 @@ class Load:
             self.llm.release(oldest)
 
     def step(self, adding: bool = True) -> None:
-        """One step, and now and then more or fewer requests."""
+        """One step of the engine. With ``adding``, some requests are added and cancelled first."""
         if adding:
             if self.random.random() < 0.005:
                 self.target = self.random.choice((1, 4, 30, MAX_ALIVE))
@@ -135,7 +115,7 @@ class Load:
             self.take(output)
 
     def finish(self) -> None:
-        """No more requests: all end and give everything back, or EngineError."""
+        """Run until all requests have ended. Raises EngineError where one does not end or blocks are not given back."""
         steps = 0
         while self.llm.has_work:
             self.step(adding=False)
@@ -145,57 +125,57 @@ class Load:
         for request_id in self.kept:
             self.llm.release(request_id)
         if self.left or self.llm.stats().bytes_held:
-            raise EngineError(f"{len(self.left)} requests and {self.llm.stats().bytes_held} bytes are left over")
+            raise EngineError(
+                f"{len(self.left)} requests have not ended and {self.llm.stats().bytes_held} bytes are still held"
+            )
 
 
 def verdict(curve: list[dict[str, float]]) -> tuple[float, str]:
-    """Growth of mean resident memory from the second quarter to the last, and what to think of it."""
+    """Growth of mean resident memory from the second quarter of the run to the last, and a sentence about it."""
     quarter = len(curve) // 4
     if not quarter:
-        return 0.0, "too short for a verdict"
+        return 0.0, "the run is too short to judge memory"
     early, late = (
         sum(point["rss_mib"] for point in part) / quarter for part in (curve[quarter : 2 * quarter], curve[-quarter:])
     )
     growth = late / early - 1
-    word = "memory grows" if growth > GROWTH else "memory stays"
+    word = "memory grows" if growth > GROWTH else "memory is constant"
     return growth, f"{word}: {early:.1f} MiB in the second quarter, {late:.1f} in the last ({growth:+.2%})"
 
 
-def main() -> None:
-    """Run random load for a while and see whether memory stays and everything is given back."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lean.eval.soak", description=main.__doc__)
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kv-dtype", default="int8")
-    parser.add_argument("--num-blocks", type=int, default=24, help="of 16 tokens; fewer means more preemptions")
-    parser.add_argument("--json", type=Path, help="write the curve and the verdict here")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # tiny tensors gain nothing from threads
-    with tempfile.TemporaryDirectory() as folder:
-        tiny_model(Path(folder))
-        config = EngineConfig(kv_dtype=args.kv_dtype, block_size=16, num_blocks=args.num_blocks, prefill_chunk=64)
-        llm = LLM(folder, config)
-    load = Load(llm, args.seed)
+    parser.add_argument("--minutes", type=float, default=60, help="length of the run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of the load (default: %(default)s)")
+    parser.add_argument("--kv-dtype", default="int8", help="KV format (default: %(default)s)")
+    parser.add_argument(
+        "--num-blocks", type=int, default=24, help="blocks of 16 tokens; fewer blocks cause more preemptions"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the curve and the verdict to FILE")
+    return parser.parse_args()
+
+
+def soak(load: Load, minutes: float) -> list[dict[str, float]]:
+    """Run the load, print a line every minute (8 lines at least), and return the lines' figures."""
     curve: list[dict[str, float]] = []
     start = time.monotonic()
-    interval = min(60.0, args.minutes * 60 / 8)  # a verdict needs two points in a quarter
+    interval = min(60.0, minutes * 60 / 8)  # a verdict needs two points in a quarter
     next_point = start + interval
     print("minutes    done  aborted  preemptions     tokens   alive  RSS MiB", flush=True)
-    while (now := time.monotonic()) < start + args.minutes * 60 or now >= next_point:
+    while (now := time.monotonic()) < start + minutes * 60 or now >= next_point:
         load.step()
         if now < next_point:
             continue
         next_point += interval
-        llm.engine.manager.check_integrity()
+        load.llm.check_integrity()
         point = {
             "minutes": (now - start) / 60,
             "done": load.count["done"],
             "aborted": load.count["aborted"],
-            "preemptions": llm.num_preemptions,
+            "preemptions": load.llm.num_preemptions,
             "tokens": load.count["tokens"],
             "alive": len(load.left),
-            "rss_mib": rss_mib(),
+            "rss_mib": resident_bytes() / 2**20,
         }
         curve.append(point)
         print(
@@ -203,6 +183,19 @@ def main() -> None:
             f"{point['tokens']:10} {point['alive']:7} {point['rss_mib']:8.1f}",
             flush=True,
         )
+    return curve
+
+
+def main() -> None:
+    """Run random load for some time; check that memory stays constant and that every block is given back."""
+    args = _options()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)  # tiny tensors gain nothing from threads
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model(Path(folder))
+        config = EngineConfig(kv_dtype=args.kv_dtype, block_size=16, num_blocks=args.num_blocks, prefill_chunk=64)
+        load = Load(LLM(folder, config), args.seed)
+    curve = soak(load, args.minutes)
     load.finish()
     growth, words = verdict(curve)
     print(f"all requests ended, every block was given back; {words}")

@@ -1,4 +1,4 @@
-"""Does memory stay constant, and the text coherent, past any length? One long run, measured as it goes."""
+"""Endless streams: one run far past the window, with memory, time per token and likelihood measured along the way."""
 
 import argparse
 import json
@@ -12,8 +12,9 @@ import torch
 
 from lean.cache.usage import CacheUse
 from lean.config import DEFAULT_MODEL, EngineConfig
-from lean.errors import LeanError, run_main
+from lean.errors import run_main
 from lean.eval.corpus import python_docs
+from lean.eval.pictures import require_matplotlib
 from lean.eval.soak import resident_bytes, tiny_model
 from lean.llm import LLM
 from lean.model.load import LoadedModel
@@ -24,7 +25,7 @@ from lean.scoring import score_rows
 
 @dataclass(frozen=True)
 class Point:
-    """State after ``tokens`` tokens; ``ms_per_token`` and ``nll`` (nats per token) since the point before."""
+    """State after ``tokens`` tokens. ``ms_per_token`` and ``nll`` (nats per token): means since the point before."""
 
     tokens: int
     ms_per_token: float
@@ -41,14 +42,13 @@ def _point(use: CacheUse, tokens: int, count: int, seconds: float, nll: float | 
 
 @torch.inference_mode()
 def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
-    """Score a text through the cache, a point after about ``every`` tokens."""
+    """Score a text through the cache, with a point after about every ``every`` tokens."""
     targets = torch.tensor(token_ids)
     total, count, done, started = 0.0, 0, 0, time.perf_counter()
     use = llm.stats()
     for position, hidden in llm.hidden_states(token_ids):
-        wanted = targets[position + 1 : position + 1 + hidden.shape[0]].to(hidden.device)  # the last row has none
-        for start in range(0, len(wanted), llm.model.logit_rows):
-            part = slice(start, min(start + llm.model.logit_rows, len(wanted)))
+        wanted = targets[position + 1 : position + 1 + hidden.shape[0]].to(hidden.device)  # the last row has no target
+        for part in llm.model.logit_slices(len(wanted)):
             total -= float(score_rows(llm.engine, hidden[part], wanted[part]).logprobs.double().sum())
         count += len(wanted)
         end = position + hidden.shape[0]
@@ -59,19 +59,19 @@ def score_stream(llm: LLM, token_ids: list[int], every: int) -> Iterator[Point]:
 
 
 def decode_stream(llm: LLM, prompt: list[int], tokens: int, every: int) -> Iterator[Point]:
-    """Generate ``tokens`` tokens one by one, a point after every ``every``."""
+    """Generate ``tokens`` tokens one by one, with a point after every ``every`` tokens."""
     params = SamplingParams(max_tokens=tokens + 1, temperature=1.0, seed=0, ignore_eos=True)
     done, started = 0, time.perf_counter()
     for count, _ in enumerate(llm.stream(prompt, params), 1):
         if count % every == 0:
             yield _point(llm.stats(), count, count - done, time.perf_counter() - started, None)
             done, started = count, time.perf_counter()
-        if count == tokens:  # the request has not ended: its blocks are there to be counted
+        if count == tokens:  # before the request ends, since its end frees the blocks
             return
 
 
 def mean_nll(points: list[Point], start: int, end: int) -> float:
-    """Of the points that lie within start .. end, weighted by their tokens."""
+    """Mean NLL of the points between ``start`` and ``end`` tokens, weighted by their tokens; NaN without points."""
     total, count, before = 0.0, 0, 0
     for point in points:
         if before >= start and point.tokens <= end and point.nll is not None:
@@ -82,16 +82,15 @@ def mean_nll(points: list[Point], start: int, end: int) -> float:
 
 
 def plot(runs: dict[str, list[Point]], file: str) -> None:
-    """Memory, time and (where scored) NLL of runs over tokens, as one picture. Needs the extra ``eval``."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise LeanError("--plot needs matplotlib: pip install 'lean-inference[eval]'") from None
+    """Draw memory, time and, for scored texts, NLL against tokens as one picture. Needs the extra ``eval``."""
+    require_matplotlib("--plot")
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     panels = [
-        ("KV cache held, MiB", lambda p: p.bytes_held / 2**20),
+        ("KV cache, MiB", lambda p: p.bytes_held / 2**20),
         ("resident memory, MiB", lambda p: p.rss_bytes / 2**20),
         ("ms per token", lambda p: p.ms_per_token),
     ]
@@ -108,36 +107,44 @@ def plot(runs: dict[str, list[Point]], file: str) -> None:
     figure.savefig(file, dpi=120)
 
 
-def tiny_model_loaded() -> LoadedModel:
-    with tempfile.TemporaryDirectory() as folder:
-        tiny_model(Path(folder))
-        return LLM(folder).model
-
-
-def main() -> None:
-    """Run far past a window, and show memory, time per token and likelihood as they go."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lean.eval.streaming", description=main.__doc__)
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--window", type=int, default=508)
-    parser.add_argument("--sinks", type=int, nargs="+", default=[4, 0], help="one run each (default: %(default)s)")
-    parser.add_argument("--kv-dtype", default="int8")
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="the model (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=20_000, help="length of a run (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=508, help="attention window in tokens (default: %(default)s)")
     parser.add_argument(
-        "--tiny", action="store_true", help="a tiny model with random weights instead, made on the spot"
+        "--sinks", type=int, nargs="+", default=[4, 0], help="numbers of sink tokens, one run each (default: 4 0)"
     )
+    parser.add_argument("--kv-dtype", default="int8", help="KV format (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model with random weights, made for the run")
     parser.add_argument("--generate", action="store_true", help="generate token by token instead of scoring a text")
     parser.add_argument("--every", type=int, default=1024, help="tokens between points (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write all points there")
-    parser.add_argument("--plot", metavar="FILE", help="draw them there (PNG)")
-    parser.add_argument("--draw", metavar="JSON", nargs="+", help="run nothing: draw points of these files")
-    args = parser.parse_args()
+    parser.add_argument("--json", metavar="FILE", help="write all points to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="draw all points to FILE (PNG)")
+    parser.add_argument("--draw", metavar="JSON", nargs="+", help="draw the points of these files; run nothing")
+    return parser.parse_args()
+
+
+def _show(point: Point) -> None:
+    nll = "" if point.nll is None else f", NLL {point.nll:.3f}"
+    print(
+        f"{point.tokens:8,} tokens: {point.ms_per_token:7.2f} ms/token, {point.blocks_used} blocks, "
+        f"{point.bytes_held / 2**20:.2f} MiB held, RSS {point.rss_bytes / 2**20:.0f} MiB{nll}",
+        flush=True,
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, list[Point]]:
+    """One run for every number of sinks, each point printed at once; the points by the name of the run."""
     runs: dict[str, list[Point]] = {}
-    for file in args.draw or ():
-        runs |= {name: [Point(**p) for p in points] for name, points in json.loads(Path(file).read_text()).items()}
-    model = tiny_model_loaded() if args.tiny and not args.draw else None
-    for sinks in args.sinks if not args.draw else ():
+    model: LoadedModel | str = args.model
+    if args.tiny:
+        with tempfile.TemporaryDirectory() as folder:
+            tiny_model(Path(folder))
+            model = LLM(folder).model
+    for sinks in args.sinks:
         config = EngineConfig(args.kv_dtype, window=args.window, sinks=sinks, max_num_seqs=1)
-        llm = LLM(model or args.model, config, progress=True)
+        llm = LLM(model, config, progress=True)
         model = llm.model
         print(start_up_line(llm))
         if args.generate:
@@ -149,15 +156,21 @@ def main() -> None:
         points = runs[name] = []
         for point in stream:
             points.append(point)
-            nll = "" if point.nll is None else f", NLL {point.nll:.3f}"
-            print(
-                f"{point.tokens:8,} tokens: {point.ms_per_token:7.2f} ms/token, {point.blocks_used} blocks, "
-                f"{point.bytes_held / 2**20:.2f} MiB held, RSS {point.rss_bytes / 2**20:.0f} MiB{nll}",
-                flush=True,
-            )
+            _show(point)
         if not args.generate:
             early, late = mean_nll(points, 2048, 8192), mean_nll(points, 8192, args.tokens)
             print(f"{name}: NLL of tokens 2,048..8,192 {early:.4f}, of 8,192..{args.tokens:,} {late:.4f}")
+    return runs
+
+
+def main() -> None:
+    """Run a stream far past the window; show memory, time per token and likelihood along the way."""
+    args = _options()
+    runs: dict[str, list[Point]] = {}
+    for file in args.draw or ():
+        runs |= {name: [Point(**p) for p in points] for name, points in json.loads(Path(file).read_text()).items()}
+    if not args.draw:
+        runs = run(args)
     if args.json:
         Path(args.json).write_text(json.dumps({n: [asdict(p) for p in points] for n, points in runs.items()}))
     if args.plot:

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on an engine that is already loaded, and the ``lm_eval`` command with lean in it."""
+"""Tasks of lm-evaluation-harness on a loaded engine, and the ``lm_eval`` command with the model ``lean``."""
 
 import io
 import logging
@@ -14,6 +14,7 @@ from lean.eval.harness.cloze import TASKS_FOLDER
 from lean.eval.harness.find import MISSING, load_tasks
 
 if TYPE_CHECKING:
+    from lean.eval.harness.model import LeanLM
     from lean.llm import LLM
 
 
@@ -33,21 +34,20 @@ def run_tasks(
     """Run tasks through the engine's cache.
 
     Args:
-        llm: the engine; a sweep makes several of one `LoadedModel`.
-        tasks: names of lm-eval, ``lean_cloze``, names under include_path, or paths of YAML files.
+        tasks: names of lm-eval's tasks, ``lean_cloze``, names under include_path, or paths of YAML files.
         num_fewshot: examples before each item; None: as the task says.
-        limit: only the first so many items of each task, or that share of them if below 1.
+        limit: number of items to run of each task, or a share of its items if below 1; None: all.
         include_path: a folder with more tasks.
         max_gen_toks, add_bos_token, progress: see `lean.eval.harness.model.LeanLM`.
         seed: of few-shot examples and sampling.
 
     Returns:
-        What JSON can hold: ``tasks``, by name ``metrics`` (by name ``value``, ``stderr`` or null,
-        ``higher_is_better``), ``num_fewshot``, ``num_items``, ``version``, ``truncated``; ``groups``, by name their
-        ``metrics``; ``model``: engine options, cache, BOS rule, tokens scored; and how it was run.
+        JSON-ready values. ``tasks``: by name ``metrics`` (by name ``value``, ``stderr`` or null, ``higher_is_better``),
+        ``num_fewshot``, ``num_items``, ``version``, ``truncated``. ``groups``: by name their ``metrics``. ``model``:
+        engine options, cache, BOS rule, tokens scored. Also limit, seed, chat template and lm-eval's version.
 
     Raises:
-        UserError: lm-eval is missing, a task is unknown, or its data cannot be had. EngineError: the model failed.
+        UserError: lm-eval is missing, a task is unknown, or its data cannot be loaded. EngineError: the model failed.
     """
     with _quiet(progress):
         loaded, manager = load_tasks(tasks, include_path)
@@ -73,32 +73,29 @@ def run_tasks(
             torch_random_seed=seed,
             fewshot_random_seed=seed,
         )
-    assert found is not None  # one process
-    report = {
-        "tasks": {name: _task_report(name, found) | {"truncated": model.truncated(name)} for name in found["configs"]},
-        "groups": {
-            name: {"metrics": _metrics(name, values, found)} for name, values in found.get("groups", {}).items()
-        },
-        "model": model.get_model_info(),
-        "limit": limit,
-        "seed": seed,
-        "apply_chat_template": apply_chat_template,
-        "lm_eval": lm_eval.__version__,
-    }
-    return _plain(report)
+    assert found is not None  # None only in worker processes
+    run = {"limit": limit, "seed": seed, "apply_chat_template": apply_chat_template, "lm_eval": lm_eval.__version__}
+    return _plain(_report(model, found) | run)
 
 
-def _task_report(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "metrics": _metrics(name, found["results"][name], found),
-        "num_fewshot": found["n-shot"].get(name),
-        "num_items": found["n-samples"][name]["effective"],
-        "version": found["versions"].get(name),
+def _report(model: "LeanLM", found: dict[str, Any]) -> dict[str, Any]:
+    """Tasks, groups and model, from lm-eval's results."""
+    tasks = {
+        name: {
+            "metrics": _metrics(name, found["results"][name], found),
+            "num_fewshot": found["n-shot"].get(name),
+            "num_items": found["n-samples"][name]["effective"],
+            "version": found["versions"].get(name),
+            "truncated": model.truncated(name),
+        }
+        for name in found["configs"]
     }
+    groups = {name: {"metrics": _metrics(name, values, found)} for name, values in found.get("groups", {}).items()}
+    return {"tasks": tasks, "groups": groups, "model": model.get_model_info()}
 
 
 def _metrics(name: str, values: dict[str, Any], found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """lm-eval's ``metric,filter`` and ``metric_stderr,filter`` to one entry per metric; a filter stays in its name."""
+    """lm-eval's ``metric,filter`` and ``metric_stderr,filter`` as one entry per metric; filters stay in the name."""
     metrics = {}
     for key, value in values.items():
         metric, comma, kind = key.partition(",")
@@ -114,7 +111,7 @@ def _metrics(name: str, values: dict[str, Any], found: dict[str, Any]) -> dict[s
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: no NaN, no numpy, no other objects."""
+    """A value as JSON can hold it: no NaN, no numpy, no other objects."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -127,9 +124,9 @@ def _plain(value: Any) -> Any:
 
 
 def check_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> None:
-    """Load the tasks and their data and forget them: what is wrong with them is said before a model is read.
+    """Load the tasks and their data, and drop them: errors show before a model is loaded.
 
-    Raises UserError as `run_tasks`.
+    Raises UserError as `run_tasks` does.
     """
     with _quiet(progress=False):
         load_tasks(tasks, include_path)
@@ -137,11 +134,11 @@ def check_tasks(tasks: Sequence[str], include_path: str | Path | None = None) ->
 
 @contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
-    """lm-eval's remarks, and without ``progress`` its bars, are not ours to show; nor is it to fork this process."""
+    """Hide lm-eval's output, without ``progress`` its bars too, and keep it from forking this process."""
     logger = logging.getLogger("lm_eval")
     level, pools = logger.level, os.environ.get("DISABLE_MULTIPROC")
     logger.setLevel(logging.ERROR)
-    os.environ["DISABLE_MULTIPROC"] = "1"  # of its bootstrap
+    os.environ["DISABLE_MULTIPROC"] = "1"  # for its bootstrap
     try:
         with redirect_stdout(io.StringIO()), nullcontext() if progress else redirect_stderr(io.StringIO()):
             yield
@@ -153,14 +150,14 @@ def _quiet(progress: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    """The ``lm_eval`` command with the model ``lean`` in it, and ``lean_cloze`` too unless --include_path is given."""
+    """The ``lm_eval`` command with the model ``lean``; without --include_path also with the task ``lean_cloze``."""
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError:
         raise UserError(MISSING) from None
     import sys
 
-    import lean.eval.harness.model  # noqa: F401  # registers it
+    import lean.eval.harness.model  # noqa: F401  # registers the model
 
     args = sys.argv[1:]
     if "--tasks" in args and not any(arg.startswith("--include_path") for arg in args):

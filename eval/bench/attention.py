@@ -1,30 +1,22 @@
-"""``lean bench attention``: one decode step of one layer, on memory that no cache holds any more."""
+"""``lean bench attention``: one decode step of one layer, on K and V that the CPU's caches do not hold."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from lean.eval.bench.shape import BLOCK_SIZE, Shape, layouts
 from lean.eval.bench.timing import COLD_BYTES, BenchRow, read_bandwidth, rows_beside_peers, take_turns
-from lean.kernels.layout import KVLayout, blocks_for
+from lean.kernels.layout import blocks_for
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
-from lean.quant import parse_kv_dtype, raw_format
+from lean.quant import parse_kv_dtype
 
-_BLOCK = 32
 PEERS = ("sdpa", "sdpa-folded")
 
 
-class Shape(NamedTuple):
-    """Of one attention layer."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 def _parts(shape: Shape, context: int, k_dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
-    """Random K and V, in pieces of a few thousand tokens."""
+    """Random K and V [2, tokens, num_kv_heads, head_dim], in pieces of at most 4,096 tokens."""
     generator = torch.Generator(device=device).manual_seed(0)
     for start in range(0, context, 4096):
         count = min(4096, context - start)
@@ -34,14 +26,14 @@ def _parts(shape: Shape, context: int, k_dtype: torch.dtype, device: torch.devic
 def lean_calls(
     kv_dtype: str, residual: int, shape: Shape, context: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Callable[[], object]], int]:
-    """Calls that read caches of their own, one after the other beyond what the CPU's caches hold; bytes each reads."""
-    k_format, v_format = parse_kv_dtype(kv_dtype)
-    layout = KVLayout(k_format, v_format, shape.num_kv_heads, shape.head_dim, shape.head_dim, _BLOCK)
-    raw = raw_format(dtype)
-    exact_layout = replace(
-        layout, k_format=replace(raw, rotate=k_format.rotate), v_format=replace(raw, rotate=v_format.rotate)
-    )
-    blocks = blocks_for(context, _BLOCK)
+    """Decode steps of one sequence in lean's cache.
+
+    Returns:
+        (calls, bytes that one call reads). Each call reads another copy of the cache; all copies together are larger
+        than the CPU's caches, so that every call reads memory.
+    """
+    layout, exact_layout = layouts(kv_dtype, shape, dtype)
+    blocks = blocks_for(context, BLOCK_SIZE)
     copies = max(2, -(-COLD_BYTES // (blocks * layout.nbytes)))
     order = torch.randperm(copies * blocks, generator=torch.Generator().manual_seed(0)).int() + 1
     tables = order.view(copies, blocks).to(device)
@@ -52,9 +44,9 @@ def lean_calls(
     position = 0
     for key, value in _parts(shape, context, dtype, device):
         where = torch.arange(position, position + len(key), device=device)
-        kv_write(exact, key, value, exact_table[0, where // _BLOCK].long() * _BLOCK + where % _BLOCK)
-        slots = tables[0, where // _BLOCK].long() * _BLOCK + where % _BLOCK
-        kv_write(pool, key, value, slots)
+        for target, table in ((exact, exact_table[0]), (pool, tables[0])):
+            slots = table[where // BLOCK_SIZE].long() * BLOCK_SIZE + where % BLOCK_SIZE
+            kv_write(target, key, value, slots)
         position += len(key)
     for copy in range(1, copies):
         arena[tables[copy].long()] = arena[tables[0].long()]
@@ -79,7 +71,10 @@ def lean_calls(
 
 
 def sdpa_calls(folded: bool, shape: Shape, context: int, device: torch.device) -> list[Callable[[], object]]:
-    """PyTorch's attention over bf16 K/V. ``folded``: the query heads of a KV head as rows, which reads them once."""
+    """PyTorch's attention over bf16 K/V, one call per copy as in `lean_calls`.
+
+    ``folded``: the query heads of one KV head become rows of one product, so that K and V are read once.
+    """
     nbytes = 2 * 2 * context * shape.num_kv_heads * shape.head_dim
     copies = max(2, -(-COLD_BYTES // nbytes))
     group = shape.num_q_heads // shape.num_kv_heads
@@ -107,7 +102,7 @@ def bench_attention(
     dtype: torch.dtype = torch.bfloat16,
     rounds: int = 9,
 ) -> Iterator[BenchRow]:
-    """Decode attention of one sequence per format and context. A contender's turn runs through all of its copies."""
+    """Decode attention of one sequence per format and context. In its turn, a contender reads all of its copies."""
     top = read_bandwidth(device)
     for context in contexts:
         made = {}
@@ -119,10 +114,10 @@ def bench_attention(
         calls = {name: calls for name, (calls, _) in made.items()}
         calls |= {peer: sdpa_calls(peer == "sdpa-folded", shape, context, device) for peer in peers}
 
-        def turn(own: list[Callable[[], object]]) -> Callable[[], object]:
-            return lambda: [call() for call in own]
+        def turn(copies: list[Callable[[], object]]) -> Callable[[], object]:
+            return lambda: [call() for call in copies]
 
-        timings = take_turns({name: turn(own) for name, own in calls.items()}, rounds)
+        timings = take_turns({name: turn(copies) for name, copies in calls.items()}, rounds)
         timings = {name: replace(timing, median=timing.median / len(calls[name])) for name, timing in timings.items()}
 
         def row(name: str, made=made, timings=timings, context=context, **figures) -> BenchRow:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""``lean bench decode``, ``prefill`` and ``batch``: whole models, beside other engines on the same tokens."""
+"""``lean bench decode``, ``prefill`` and ``batch``: whole models, compared with other engines on the same tokens."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,20 +20,20 @@ from lean.model.load import LoadedModel
 from lean.quant import BF16
 
 _ROUNDS = 7
-_STEPS = 3  # per turn
+_STEPS = 3  # timed steps per turn
 _STEPS_IN_ALL = (_ROUNDS + 2) * (_STEPS + 1)
 
 
 def bench_tokens(llm: LLM, count: int) -> list[int]:
-    """The first tokens of Python's help topics."""
+    """The first ``count`` tokens of Python's help topics. Raises UserError where the text is shorter."""
     ids: list[int] = llm.model.tokenizer(python_docs()[: 8 * count + 100], add_special_tokens=False)["input_ids"]
     if len(ids) < count:
-        raise UserError(f"the text has {len(ids):,} tokens only: lower --context")
+        raise UserError(f"the benchmark's text has only {len(ids):,} tokens: lower --context")
     return ids[:count]
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """Bytes of the weights that every decode step reads: all but the input embeddings, unless the head is tied."""
+    """Bytes of the weights that every decode step reads: all but the input embeddings, which count with a tied head."""
     module: Any = model.module
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
     inputs, head = module.get_input_embeddings(), module.get_output_embeddings()
@@ -43,14 +43,14 @@ def weight_bytes(model: LoadedModel) -> int:
 
 
 def with_format(config: EngineConfig, kv_dtype: str) -> EngineConfig:
-    """The same engine with another KV format; options of a residual are left out where nothing is quantized."""
+    """The same engine options with another KV format, without a residual where the format is not quantized."""
     if not any(fmt.quantized for fmt in parse_formats(kv_dtype, BF16)):
         config = config.exact()
     return replace(config, kv_dtype=kv_dtype)
 
 
 def bench_length(what: str, config: EngineConfig, contexts: Sequence[int], rows: int = 1) -> int:
-    """max-model-len of all engines of a benchmark: one length, so that a model's rotary frequencies stay the same."""
+    """One max-model-len for all engines of a benchmark: with some models, rotary frequencies depend on it."""
     context = max(contexts)
     return context + (8 if what == "prefill" else decode_room(config, rows, context, _STEPS_IN_ALL))
 
@@ -58,7 +58,7 @@ def bench_length(what: str, config: EngineConfig, contexts: Sequence[int], rows:
 def contenders(
     llm: LLM, kv_dtypes: Sequence[str], peers: Sequence[str], gguf: str | None
 ) -> tuple[dict[str, Decoder], list[str]]:
-    """(engines by name, the names that are lean's). Raises UserError, in one line, for a peer that is not there."""
+    """(engines by name, names of lean's engines). Raises UserError for a peer that is unknown or not installed."""
     source, threads = llm.model.info.source, torch.get_num_threads()
     made: dict[str, Decoder] = {}
     for name in kv_dtypes:
@@ -67,13 +67,15 @@ def contenders(
     for peer in peers:
         if peer.startswith("transformers"):
             if source.gguf_file is not None:
-                raise UserError(f"--against {peer} loads the model with transformers too: pass a checkpoint folder")
+                raise UserError(
+                    f"--against {peer} cannot load a GGUF file into transformers: pass a safetensors checkpoint folder"
+                )
             bits = 4 if peer == "transformers-quantized" else None
             made[peer] = Transformers(source.folder, llm.model.info.dtype, llm.model.device, bits)
         elif peer == "llama.cpp":
             file = Path(gguf) if gguf else source.folder / source.gguf_file if source.gguf_file else None
             if file is None or not file.is_file():
-                raise UserError("--against llama.cpp reads a GGUF file of the model: name it with --gguf FILE")
+                raise UserError("--against llama.cpp needs the model as a GGUF file: pass it with --gguf FILE")
             for cache in ("f16", "q8_0"):
                 length = llm.size.max_model_len
                 made[f"llama.cpp {cache}"] = LlamaCpp(file, cache, length, threads, llm.config.prefill_chunk)
@@ -98,7 +100,7 @@ def _rows(
 
 
 def _turns(calls: Mapping[str, Callable[[], object]], rounds: int, steps: int) -> dict[str, Timing]:
-    """Engines take turns of several steps; a turn's first step, which finds its data cold, is not counted."""
+    """Engines take turns of several steps. The first step of a turn, with cold caches, is not timed."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name in list(calls) if turn % 2 else list(calls)[::-1]:
@@ -112,7 +114,7 @@ def _turns(calls: Mapping[str, Callable[[], object]], rounds: int, steps: int) -
 def bench_decode(
     llm: LLM, kv_dtypes: Sequence[str], contexts: Sequence[int], peers: Sequence[str], gguf: str | None
 ) -> Iterator[BenchRow]:
-    """Milliseconds per token of one sequence behind a filled context."""
+    """Milliseconds per token of one sequence after a context of each length."""
     engines, ours = contenders(llm, kv_dtypes, peers, gguf)
     weights = weight_bytes(llm.model)
     for context in contexts:
@@ -140,7 +142,7 @@ def bench_prefill(
 
 
 def bench_batch(llm: LLM, kv_dtypes: Sequence[str], contexts: Sequence[int], batch: int) -> Iterator[BenchRow]:
-    """Milliseconds per step of ``batch`` sequences; the peer is one sequence, and ratio compares tokens per second."""
+    """Milliseconds per step of ``batch`` sequences. The peer is one sequence; ratio compares tokens per second."""
     for kv_dtype in kv_dtypes:
         for context in contexts:
             config = with_format(llm.config, kv_dtype)

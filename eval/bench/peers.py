@@ -1,4 +1,4 @@
-"""Other engines on the same model and tokens, behind one interface: read a prompt, then make a token at a time."""
+"""lean and other engines on the same model and tokens. One interface: read a prompt, then make one token per step."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,14 +9,14 @@ import torch
 
 from lean.config import EngineConfig
 from lean.errors import EngineError, UserError
+from lean.eval.decoding import greedy
 from lean.llm import LLM
 from lean.model.load import LoadedModel
-from lean.sampling_params import SamplingParams
 
 
 class Decoder(Protocol):
-    """An engine with one sequence. ``read`` forgets the one before and computes a prompt; ``step`` makes one token,
-    greedily."""
+    """An engine with one sequence. ``read`` drops the previous sequence and computes a prompt; ``step`` makes one
+    greedy token."""
 
     def read(self, token_ids: Sequence[int]) -> None: ...
 
@@ -24,14 +24,17 @@ class Decoder(Protocol):
 
 
 def decode_room(config: EngineConfig, rows: int, context: int, steps: int) -> int:
-    """Tokens that every one of ``rows`` sequences must be able to make: while the last prompts of ``context`` tokens
-    are read, the first sequences decode already, and none may end before ``steps`` steps of all of them."""
+    """Tokens that each of ``rows`` sequences must have room for.
+
+    The first sequences already decode while the last prompts of ``context`` tokens are read, and all sequences must
+    run for ``steps`` common steps after that.
+    """
     chunk = max(1, min(config.prefill_chunk, config.step_tokens - rows))
     return steps + rows * (-(-context // chunk) + 1) + 8
 
 
 class Lean:
-    """lean itself, with ``rows`` sequences that share a prompt's tokens and nothing else."""
+    """lean itself, with ``rows`` sequences of the same prompt that share no blocks."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, rows: int = 1) -> None:
         self.llm = LLM(model, config)
@@ -42,8 +45,7 @@ class Lean:
         for request_id in self._ids:
             self.llm.abort(request_id)
         self.llm.step()
-        room = self.llm.size.max_model_len - len(token_ids)
-        params = SamplingParams(max_tokens=room, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
+        params = greedy(self.llm.size.max_model_len - len(token_ids))
         self._ids = [self.llm.add_request(list(token_ids), params) for _ in range(self._rows)]
         started: set[int] = set()
         while len(started) < self._rows:
@@ -56,12 +58,12 @@ class Lean:
 
 
 class Transformers:
-    """transformers' own attention and cache; ``bits``: its quantized cache."""
+    """transformers with its own attention and cache; with ``bits``, its quantized cache."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, bits: int | None = None) -> None:
         from transformers import AutoModelForCausalLM
 
-        # The newest releases call the argument `cache`; the older ones that lean supports know the old name only.
+        # New releases rename the argument to `cache`; older releases that lean supports know only the old name.
         warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.model = model.to(device).eval()
@@ -85,7 +87,7 @@ class Transformers:
                 continue
             return lambda: QuantizedCache(backend, self.model.config, nbits=bits)
         raise UserError(
-            f"transformers' QuantizedCache has no back end here ({', '.join(reasons)}): pip install optimum-quanto"
+            f"transformers' QuantizedCache finds no back end ({', '.join(reasons)}): pip install optimum-quanto"
         )
 
     @torch.inference_mode()
@@ -102,16 +104,16 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp through llama-cpp-python, flash attention on."""
+    """llama.cpp through llama-cpp-python, with flash attention."""
 
     def __init__(self, gguf: Path, cache_type: str, max_model_len: int, threads: int, chunk: int) -> None:
         try:
             import llama_cpp
         except ImportError:
             raise UserError(
-                "llama.cpp needs llama-cpp-python: pip install llama-cpp-python (on a CPU that advertises AMX and a "
-                "kernel that refuses it, with CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON "
-                "-DGGML_AVX512_BF16=ON')"
+                "--against llama.cpp needs llama-cpp-python: pip install llama-cpp-python (where the CPU has AMX and "
+                "the operating system does not allow it, build with CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON "
+                "-DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON')"
             ) from None
         kind = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}[cache_type]
         self._llama = llama_cpp.Llama(

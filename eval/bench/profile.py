@@ -1,4 +1,4 @@
-"""``lean bench profile``: where the time of a decode step goes."""
+"""``lean bench profile``: the time of a decode step by part."""
 
 import time
 from collections import defaultdict
@@ -31,7 +31,7 @@ PARTS = (
 
 
 class _Clock:
-    """Time spent in parts of a step, parts inside a part taken out of it."""
+    """Time spent in each part of a step. Time in a nested part counts for the nested part only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -63,7 +63,7 @@ def _part_of(module: torch.nn.Module) -> str | None:
 
 @contextmanager
 def _watched(llm: LLM, clock: _Clock) -> Iterator[None]:
-    """Every part of a step of this engine goes through the clock."""
+    """Every part of a step of this engine is timed by the clock."""
     with ExitStack() as stack:
 
         def put(target: object, name: str, part: str) -> None:
@@ -85,7 +85,7 @@ def _watched(llm: LLM, clock: _Clock) -> Iterator[None]:
 
 
 def profile(llm: LLM, context: int) -> dict[str, float]:
-    """Milliseconds per step by part, and ``whole`` without the clocks, of one sequence behind ``context`` tokens."""
+    """Milliseconds per step by part, of one sequence after ``context`` tokens; ``whole``: the step without clocks."""
     engine = Lean(llm.model, llm.config)
     engine.read(bench_tokens(llm, context))
     for _ in range(3):

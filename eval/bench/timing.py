@@ -1,7 +1,7 @@
-"""What every benchmark shares: rows, fair timing, the machine's memory bandwidth, a table and a picture.
+"""Shared by all benchmarks: rows of figures, timing in turns, memory bandwidth, a table and a picture.
 
-Contenders take turns in one run after a warm-up, and medians are quoted: machines are shared and noisy, so absolute
-times mean little and ratios much.
+Contenders take turns in one run after a warm-up, and medians are reported. Machines are shared and noisy: ratios from
+one run are reliable, absolute times are not.
 """
 
 import json
@@ -13,20 +13,21 @@ from typing import Any
 
 import torch
 
-from lean.errors import UserError
+from lean.eval.bench.shape import Shape
+from lean.eval.pictures import require_matplotlib
 
-COLD_BYTES = 256 * 2**20  # of data that passes between two reads of the same bytes: more than any cache holds
+COLD_BYTES = 256 * 2**20  # bytes read between two reads of the same byte: more than any cache holds
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One measurement. ``format`` is a KV format of lean's, ``peer`` what it took turns with.
+    """One measurement of a KV format, ``format``, and of the ``peer`` that it took turns with.
 
     Attributes:
         name: of the benchmark.
-        context: tokens in the cache; of a prefill: in the prompt.
-        median_ms: of one call, step or prompt. spread: half of the middle half of the times, over the median.
-        gb_s: bytes that must be read, per second. bandwidth_share: that, of what this machine reads at most.
+        context: tokens in the cache; for a prefill: tokens of the prompt.
+        median_ms: of one call, step or prompt. spread: half the interquartile range of the times, over the median.
+        gb_s: bytes that must be read, per second. bandwidth_share: gb_s over this machine's read bandwidth.
         ratio: peer_ms / median_ms; above 1 lean is faster.
     """
 
@@ -63,12 +64,13 @@ class Timing:
 
 
 def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Wall-clock time of one call, the GPU's work included."""
+    """Wall-clock time of one call, including its work on the GPU."""
     synchronize()
     start = time.perf_counter()
     call()
@@ -77,7 +79,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def take_turns(calls: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 1) -> dict[str, Timing]:
-    """Call every contender once per round, in changing order, and time it; the first rounds are warm-up."""
+    """Time every contender once per round, in alternating order, after ``warm_up`` rounds without timing."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(warm_up + rounds):
@@ -89,7 +91,7 @@ def take_turns(calls: Mapping[str, Callable[[], object]], rounds: int, warm_up: 
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a plain sum over a buffer beyond the caches reads, the best of several tries."""
+    """Bytes per second that a sum over a buffer larger than the caches reads; the best of 7."""
     words = torch.ones(max(COLD_BYTES, 2**30 if device.type == "cuda" else 0) // 4, device=device)
     words.sum()
     return words.nbytes / min(seconds_of(words.sum) for _ in range(7))
@@ -98,21 +100,21 @@ def read_bandwidth(device: torch.device) -> float:
 def rows_beside_peers(
     make: Callable[..., BenchRow], timings: Mapping[str, Timing], ours: Sequence[str], peers: Sequence[str]
 ) -> list[BenchRow]:
-    """One row for every contender of lean's and every peer; ``make(contender, **figures)`` fills in the rest."""
+    """One row for every pair of a lean contender and a peer; ``make(contender, **figures)`` makes the row."""
     rows = []
     for name in ours:
-        own = timings[name]
+        timing = timings[name]
         others: list[str | None] = [*peers] or [None]
         for peer in others:
-            figures: dict[str, Any] = {"median_ms": 1e3 * own.median, "spread": own.spread, "peer": peer}
+            figures: dict[str, Any] = {"median_ms": 1e3 * timing.median, "spread": timing.spread, "peer": peer}
             if peer is not None:
-                figures |= {"peer_ms": 1e3 * timings[peer].median, "ratio": timings[peer].median / own.median}
+                figures |= {"peer_ms": 1e3 * timings[peer].median, "ratio": timings[peer].median / timing.median}
             rows.append(make(name, **figures))
     return rows
 
 
 def print_rows(rows: Sequence[BenchRow], json_too: bool = False) -> None:
-    """A table on stdout; or one JSON object a line."""
+    """Print a table, or with ``json_too`` one JSON object per line."""
     if json_too:
         for row in rows:
             print(json.dumps({key: _short(value) for key, value in asdict(row).items()}, allow_nan=False), flush=True)
@@ -125,7 +127,7 @@ def print_rows(rows: Sequence[BenchRow], json_too: bool = False) -> None:
         table.add_row(
             row.name,
             row.format,
-            f"{row.num_q_heads}/{row.num_kv_heads}x{row.head_dim}",
+            str(Shape(row.num_q_heads, row.num_kv_heads, row.head_dim)),
             f"{row.context:,}",
             f"{row.median_ms:.3g}",
             f"{row.spread:.0%}",
@@ -136,7 +138,7 @@ def print_rows(rows: Sequence[BenchRow], json_too: bool = False) -> None:
             "" if row.ratio is None else f"{row.ratio:.2f}x",
         )
     console = Console(highlight=False)
-    Console(highlight=False, width=max(console.width, 110)).print(table)  # whole columns in pipes and files too
+    Console(highlight=False, width=max(console.width, 110)).print(table)  # no cut columns in pipes and files
 
 
 def _short(value: object) -> object:
@@ -145,10 +147,9 @@ def _short(value: object) -> object:
 
 def draw_rows(rows: Sequence[BenchRow], file: str, title: str) -> None:
     """Milliseconds against context, one line per format and peer, as a PNG. Needs the extra ``eval``."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'lean-inference[eval]'") from None
+    require_matplotlib("--plot")
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

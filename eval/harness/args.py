@@ -1,4 +1,4 @@
-"""Arguments of lm-eval, for the model and for generation, as options of the engine."""
+"""lm-eval's model and generation arguments, converted to engine options and sampling parameters."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,7 +13,7 @@ from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 from lean.units import parse_size
 
-# Generation arguments that mean here what they mean there, beside do_sample, until and the names of max_gen_toks.
+# Generation arguments with the same meaning in lean; do_sample, until and max_gen_toks are converted.
 SAMPLING_KEYS = (
     "temperature",
     "top_p",
@@ -27,7 +27,7 @@ SAMPLING_KEYS = (
 
 
 def engine_config(args: Mapping[str, Any]) -> EngineConfig:
-    """Model arguments, as text or as lm-eval read them (``0`` as a number, ``-1`` as a float), to an EngineConfig.
+    """Model arguments to an EngineConfig. Values are text, or numbers that lm-eval has parsed (``-1`` as a float).
 
     Raises ConfigError: an unknown name, or a value that the field cannot have.
     """
@@ -35,8 +35,8 @@ def engine_config(args: Mapping[str, Any]) -> EngineConfig:
     unknown = [name for name in args if name not in kinds]
     if unknown:
         raise ConfigError(
-            f"unknown model argument {one_line(unknown[0], 40)!r}: known are pretrained, max_gen_toks, add_bos_token, "
-            f'prefix_token_id, {", ".join(kinds)}; a value with commas needs quotes: kv_dtype="k=int8,v=int4"'
+            f"unknown model argument {one_line(unknown[0], 40)!r}: use pretrained, max_gen_toks, add_bos_token, "
+            f'prefix_token_id, {", ".join(kinds)}; put a value with commas in quotes: kv_dtype="k=int8,v=int4"'
         )
 
     def convert(name: str, value: Any) -> Any:
@@ -57,28 +57,28 @@ def engine_config(args: Mapping[str, Any]) -> EngineConfig:
 
 
 def sampling_params(llm: LLM, given: Mapping[str, Any], max_gen_toks: int) -> SamplingParams:
-    """Generation arguments of a task; greedy unless they ask for sampling.
+    """Generation arguments of a task to sampling parameters; greedy unless the task asks for sampling.
 
     Args:
-        max_gen_toks: most new tokens where the task says nothing.
+        max_gen_toks: most new tokens for a task that sets no limit.
 
     Raises:
-        RequestError: an argument that the engine does not have, or a value without a meaning.
+        RequestError: an unknown argument, or an impossible value.
     """
     args: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), max_gen_toks))
     stop = [text for text in args.pop("until") if text]
     eos = llm.model.tokenizer.eos_token_id
     if eos is not None:
-        stop.append(llm.model.tokenizer.decode([eos]))  # spelled out it ends a text too, as in lm-eval's ``hf``
+        stop.append(llm.model.tokenizer.decode([eos]))  # the text of EOS ends an answer too, as in lm-eval's ``hf``
     max_tokens, sample = args.pop("max_gen_toks"), args.pop("do_sample")
     if args.get("num_beams") == 1:
         del args["num_beams"]
     unknown = sorted(args.keys() - set(SAMPLING_KEYS))
     if unknown:
-        raise RequestError(f"generation argument {unknown[0]!r} is unknown: known are {', '.join(SAMPLING_KEYS)}")
+        raise RequestError(f"unknown generation argument {unknown[0]!r}: use {', '.join(SAMPLING_KEYS)}")
     if sample:
         args.setdefault("temperature", llm.model.generation.get("temperature", 1.0))
-        # lm-eval seeds torch: a run can be repeated, and copies of a request differ.
+        # lm-eval seeds torch, so a run is repeatable, and copies of a request get different seeds.
         args.setdefault("seed", int(torch.randint(2**63 - 1, ())))
     else:
         args["temperature"] = 0.0

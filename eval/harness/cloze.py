@@ -1,4 +1,4 @@
-"""The task ``lean_cloze``: which of four words ends a sentence of the default corpus? Made without any download."""
+"""The task ``lean_cloze``: choose the last word of a sentence of the default corpus among four. No download."""
 
 import random
 import re
@@ -8,10 +8,10 @@ from typing import Any
 
 from lean.eval.corpus import python_docs
 
-TASKS_FOLDER = Path(__file__).parent / "lm_eval_tasks"  # what lm-eval wants as --include_path
+TASKS_FOLDER = Path(__file__).parent / "lm_eval_tasks"  # for lm-eval's --include_path
 NUM_ITEMS = 200
-CONTEXT_CHARS = 600  # about 150 tokens: well beyond the residual, so that quantized blocks are read
-MIN_COUNT = 12  # of a choice in the text: such words are mostly one token, and then the four of an item run as one
+CONTEXT_CHARS = 600  # about 150 tokens: more than the residual, so that quantized blocks are read
+MIN_COUNT = 12  # occurrences of a choice in the text: frequent words are mostly one token, which lets an item run once
 SEED = 20240229
 
 _PAIR = re.compile(r"\b([a-z]+) (?=([a-z]{4,12})\b)")  # a word and the next one
@@ -19,14 +19,14 @@ _END = re.compile(r"\b([a-z]+) ([a-z]{4,12})\.(?= )")  # the last two words of a
 
 
 def make_items(text: str, count: int = NUM_ITEMS) -> list[dict[str, Any]]:
-    """Cloze items from a text; the same ones for the same text.
+    """Cloze items from a text. Equal texts give equal items.
 
-    A context is the text before the last word of a sentence. The three false choices follow the same word as the right
-    one elsewhere in the text, and are not in the context: only what lies further back can tell.
+    A context is the text before the last word of a sentence. The three wrong choices follow the same word as the right
+    one elsewhere in the text, and do not occur in the context. So the last word alone does not give the answer away.
 
     Returns:
-        count items ``{"context", "choices" (four words), "answer" (index of the right one)}``; fewer where the text has
-        not enough of them.
+        ``count`` items ``{"context", "choices" (four words), "answer" (index of the right one)}``; fewer for a short
+        text.
     """
     rng = random.Random(SEED)
     text = re.sub(r"\s+", " ", text)
@@ -53,7 +53,7 @@ def make_items(text: str, count: int = NUM_ITEMS) -> list[dict[str, Any]]:
 
 
 def dataset(**metadata: Any) -> dict[str, Any]:
-    """The split ``test`` as lm-eval wants it; it passes what it knows about the task and the model, unused here."""
+    """The split ``test`` for lm-eval. ``metadata`` of the task and the model is unused."""
     from datasets import Dataset
 
     return {"test": Dataset.from_list(make_items(python_docs()))}

@@ -1,4 +1,4 @@
-"""Finding tasks of lm-eval and their data: in seconds, and saying at once what is missing."""
+"""Find tasks of lm-eval and their data within seconds, or say what is missing."""
 
 import difflib
 import re
@@ -19,14 +19,14 @@ MISSING = "lm-eval is not installed: pip install 'lean-inference[eval]'"
 
 
 def load_tasks(tasks: Sequence[str], include_path: str | Path | None) -> tuple[list[Any], "TaskManager"]:
-    """lm-eval's objects for the tasks, with their data, and its manager that knows them.
+    """lm-eval's objects for the tasks, with their data, and the task manager that knows them.
 
-    Raises UserError: lm-eval is missing, a task is unknown, or its data cannot be had.
+    Raises UserError: lm-eval is missing, a task is unknown, or its data cannot be loaded.
     """
     if not tasks:
-        raise ConfigError("no task given: lean_cloze needs no download, `lm_eval ls tasks` lists the others")
+        raise ConfigError("no task given: try lean_cloze, which needs no download; `lm_eval ls tasks` lists others")
     if include_path and not Path(include_path).is_dir():
-        raise ConfigError(f"include-path {str(include_path)!r} is no folder")
+        raise ConfigError(f"include-path {str(include_path)!r} is not a folder")
     manager = find_tasks(tasks, str(include_path) if include_path else None)
     own = {path.stem for path in TASKS_FOLDER.glob("*.yaml")}
     loaded: list[Any] = []
@@ -34,22 +34,22 @@ def load_tasks(tasks: Sequence[str], include_path: str | Path | None) -> tuple[l
         for name in tasks:
             try:
                 found = manager.load([name])
-            except Exception as error:  # of datasets, the hub, its HTTP library or the task's own code
+            except Exception as error:  # from datasets, the hub, its HTTP library or the task's own code
                 raise UserError(
-                    f"task {name!r} cannot be loaded ({one_line(error)}): its data must be on this machine (HF_HOME) "
-                    "or the hub in reach, or give a task over local files with --include-path; lean_cloze needs neither"
+                    f"task {name!r} cannot be loaded ({one_line(error)}): put its data on this machine (HF_HOME), "
+                    "connect to the hub, or give a task over local files with --include-path; lean_cloze needs neither"
                 ) from error
             group = found.get("groups", {}).get(name)
-            loaded += [group] if group else list(found["tasks"].values())  # a tag stands for many
+            loaded += [group] if group else list(found["tasks"].values())  # a tag gives several tasks
     return loaded, manager
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None) -> "TaskManager":
-    """A task manager of lm-eval that knows the tasks, and the members of those that are groups.
+    """A task manager of lm-eval that knows the tasks, and the members of tasks that are groups.
 
-    lm-eval would parse all of its 14,000 files first, for 10 seconds and more. Here it gets the folders that name what
-    is wanted; members of a group that lie elsewhere bring their folders in turn. All of them are read for a tag that
-    several folders name, since lm-eval does not join those.
+    By default lm-eval parses all of its 14,000 files, which takes more than 10 seconds. Here it parses only the folders
+    whose files name a wanted task, then those of a group's members. All folders are parsed for a tag that several
+    folders name, since lm-eval does not join such folders.
     """
     manager = _index(include_path, ())
     wanted = {name for name in tasks if not _is_known(manager, name)}
@@ -60,8 +60,8 @@ def find_tasks(tasks: Sequence[str], include_path: str | None) -> "TaskManager":
         named = re.compile(rb"(?<!\w)(?:" + b"|".join(re.escape(name.encode()) for name in wanted) + rb")(?!\w)")
         folders |= {folder for folder, text in texts.items() if named.search(text)}
         asked |= wanted
-        outer = [folder for folder in folders if not folders.intersection(folder.parents)]  # read with all in them
-        manager = _index(include_path, tuple(sorted(outer, reverse=True)))  # of two with one name the first counts
+        outer = [folder for folder in folders if not folders.intersection(folder.parents)]  # includes inner folders
+        manager = _index(include_path, tuple(sorted(outer, reverse=True)))  # of two tasks with one name the first wins
         wanted = {member for name in tasks for member in _members(manager, name)} - asked - manager.task_index.keys()
     entries = [manager.task_index.get(member) for name in tasks for member in _members(manager, name)]
     if len(folders) > 1 and any(entry and entry.yaml_path is None for entry in entries):
@@ -72,7 +72,7 @@ def find_tasks(tasks: Sequence[str], include_path: str | None) -> "TaskManager":
             near = difflib.get_close_matches(name, {*manager.all_tasks, *(found.decode() for found in names)}, n=3)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise ConfigError(
-                f"unknown task {one_line(name, 60)!r}: {hint}`lm_eval ls tasks` lists all, --include-path adds yours"
+                f"unknown task {one_line(name, 60)!r}: {hint}`lm_eval ls tasks` lists all, --include-path adds your own"
             )
     return manager
 
@@ -83,8 +83,8 @@ def _index(include_path: str | None, folders: tuple[Path, ...]) -> "TaskManager"
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise UserError(MISSING) from None
-    own = [Path(include_path)] if include_path else []  # last: it may override
-    return TaskManager(include_path=[*folders, TASKS_FOLDER, *own], include_defaults=False)
+    users = [Path(include_path)] if include_path else []  # last, so that it overrides the others
+    return TaskManager(include_path=[*folders, TASKS_FOLDER, *users], include_defaults=False)
 
 
 def _is_known(manager: "TaskManager", name: str) -> bool:
@@ -98,7 +98,7 @@ def _lm_eval_tasks() -> Path:
 
 
 def _task_texts() -> dict[Path, bytes]:
-    """lm-eval's folders of task files, and what the files in each hold."""
+    """lm-eval's folders of task files, each with the text of its files."""
     texts: dict[Path, bytes] = {}
     for path in _lm_eval_tasks().rglob("*.yaml"):
         texts[path.parent] = texts.get(path.parent, b"") + b"\n" + path.read_bytes()
@@ -106,11 +106,11 @@ def _task_texts() -> dict[Path, bytes]:
 
 
 def _members(manager: "TaskManager", name: str) -> set[str]:
-    """Names of everything that a group holds, groups in it included."""
+    """Names of all members of a group, including inner groups and their members."""
     names: set[str] = set()
 
     def walk(item: Any) -> None:
-        if isinstance(item, dict):  # a task or group with settings of its own
+        if isinstance(item, dict):  # a task or group with changed settings
             walk(item.get("group"))
             walk(item.get("task"))
         elif isinstance(item, list):
@@ -127,7 +127,7 @@ def _members(manager: "TaskManager", name: str) -> set[str]:
 
 @contextmanager
 def _no_retries() -> Iterator[None]:
-    """Go by what is on this machine where the hub does not answer: its clients would retry for half a minute."""
+    """Work offline where the hub does not answer: its clients would retry for half a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -135,7 +135,7 @@ def _no_retries() -> Iterator[None]:
     if not before:
         try:
             get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-        except Exception:  # of the hub's HTTP library, which versions of the hub differ in
+        except Exception:  # from the HTTP library, which differs between versions of the hub's client
             constants.HF_HUB_OFFLINE = True
     try:
         yield

@@ -1,39 +1,39 @@
-"""Log-probabilities of continuations, many at once: what a context's own tokens would score is never computed."""
+"""Log-probabilities of continuations, many at once. The tokens of the contexts are run but not scored."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from lean.engine.request import check_token_ids
 from lean.errors import EMPTY_PROMPT, RequestError
 from lean.llm import LLM
 from lean.scoring import TokenScores, hidden_states_of, score_rows
 
-SEQUENCES_AT_ONCE = 1024  # handed to the engine together; it runs max_num_seqs of them and queues the rest
+SEQUENCES_AT_ONCE = 1024  # given to the engine together; it runs up to max_num_seqs of them and queues the rest
 
 
 def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]) -> Iterator[tuple[int, float, bool]]:
-    """Score the ends of sequences, through the cache, as many at once as the engine runs.
+    """Score the ends of sequences through the cache, in batches.
 
-    Sequences that are equal but for their last token run once: the answers of most multiple-choice items are one token.
+    Sequences that differ in their last token only are run once: most answers of multiple-choice items are one token.
 
     Args:
-        sequences: (token ids, how many of the last ones to score, at least one less than all).
+        sequences: (token ids, number of tokens at the end to score: from 1 to all but the first).
 
     Yields:
-        (index of the sequence, log-probability of its end, whether greedy decoding gives this end), longest first; a
-        deterministic engine gives the same bits whatever runs beside a sequence.
+        (index of the sequence, log-probability of its end, whether greedy decoding gives this end), longest sequences
+        first. A deterministic engine gives the same bits in every batch.
 
     Raises:
         RequestError: a sequence cannot be served. EngineError: the model computes non-finite numbers.
     """
-    families: dict[tuple[int, ...], list[int]] = {}  # all tokens but the last: the sequences that begin so
+    families: dict[tuple[int, ...], list[int]] = {}  # all tokens but the last -> the sequences that begin with them
     for index, (ids, count) in enumerate(sequences):
         if not ids:
             raise RequestError(EMPTY_PROMPT)
         if not 1 <= count < len(ids):
-            raise RequestError(f"{count} of {len(ids)} tokens cannot be scored: one at least, and not the first")
-        if type(ids[-1]) is not int or not 0 <= ids[-1] < llm.model.vocab_size:
-            raise RequestError(f"token id {ids[-1]!r} is no integer from 0 to {llm.model.vocab_size - 1}")
+            raise RequestError(f"cannot score {count} of {len(ids)} tokens: at least 1, and never the first token")
+        check_token_ids(ids[-1:], llm.model.vocab_size)
         families.setdefault(tuple(ids[:-1]), []).append(index)
     prefixes = sorted(families, key=len, reverse=True)
     for start in range(0, len(prefixes), SEQUENCES_AT_ONCE):
@@ -41,7 +41,7 @@ def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]
         inner: dict[int, list[TokenScores]] = {run: [] for run in range(len(part))}
         for run, position, hidden in hidden_states_of(llm.engine, part):
             prefix, family = part[run], families[part[run]]
-            first = len(prefix) - max(sequences[index][1] for index in family)  # this row predicts the first one wanted
+            first = len(prefix) - max(sequences[index][1] for index in family)  # the row that predicts the first target
             rows = hidden[max(0, first - position) :]
             targets = prefix[max(first, position) + 1 : position + len(hidden) + 1]
             inner[run].append(_scores(llm, rows[: len(targets)], targets))
@@ -59,13 +59,9 @@ def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]
 
 @torch.inference_mode()
 def _scores(llm: LLM, rows: torch.Tensor, targets: Sequence[int]) -> TokenScores:
-    """Rows [n, hidden_size] against the tokens [n] that they should predict, ``model.logit_rows`` at a time."""
+    """Rows [n, hidden_size] against the tokens [n] that they should predict, in slices."""
     wanted = torch.tensor(list(targets), dtype=torch.long, device=rows.device)
-    step = llm.model.logit_rows
-    parts = [
-        score_rows(llm.engine, rows[start : start + step], wanted[start : start + step])
-        for start in range(0, len(wanted), step)
-    ]
+    parts = [score_rows(llm.engine, rows[part], wanted[part]) for part in llm.model.logit_slices(len(wanted))]
     if not parts:
         return TokenScores(torch.empty(0), torch.empty(0, dtype=torch.bool))
     logprobs, greedy = (torch.cat(part) for part in zip(*parts))

@@ -1,4 +1,4 @@
-"""How faithful a cache is: KL divergence and agreement with the exact cache on the same tokens."""
+"""Fidelity of a cache: KL divergence from the exact cache, and agreement with it, on the same tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,29 +6,28 @@ from dataclasses import dataclass, replace
 import torch
 
 from lean.config import EngineConfig
-from lean.errors import EngineError
+from lean.eval.decoding import greedy, raise_failed
 from lean.eval.score.perplexity import Part, ScoredText, exp, mean_and_stderr
 from lean.llm import LLM
 from lean.model.load import LoadedModel
-from lean.sampling_params import SamplingParams
 from lean.scoring import hidden_states_of
 
 _TOP = 5
 
 
 def full_config(config: EngineConfig) -> EngineConfig:
-    """Nothing quantized and nothing out of sight: shows what a window costs too."""
+    """The exact cache without a window: the reference that also shows the cost of a window."""
     return replace(config.exact(), window=None, sinks=None, num_blocks=None, kv_memory=None)
 
 
 def floor_config(config: EngineConfig) -> EngineConfig:
-    """The exact cache at another chunk size: it differs by rounding alone, which no format can be below."""
+    """The exact cache at another chunk size: it differs by rounding alone, the floor for every format."""
     return replace(config.exact(), prefill_chunk=max(1, config.prefill_chunk // 4))
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The exact cache's hidden states of a text, per part [tokens, hidden_size]: what its logits are made from."""
+    """The exact cache's last hidden states of a text, per part [tokens, hidden_size]. Logits are computed from them."""
 
     llm: LLM
     scored: ScoredText
@@ -36,7 +35,7 @@ class Reference:
 
 
 def _rows(part: Part) -> int:
-    """Rows of a part that are run: its last token is a target only."""
+    """Rows of a part that are run: all but the last token, which is only a target."""
     return len(part.token_ids) - 1
 
 
@@ -56,16 +55,17 @@ def read_reference(llm: LLM, scored: ScoredText, progress: Callable[[int], None]
 
 @dataclass(frozen=True)
 class Fidelity:
-    """A candidate cache beside the exact one, over the scored tokens of a text; standard errors take these as
-    independent.
+    """A candidate cache compared with the exact one over the scored tokens of a text.
+
+    Standard errors assume independent tokens.
 
     Attributes:
-        kld_*: natural-log KL(exact || candidate) of the next-token distributions: mean, median, 99th and 99.9th
-            percentile.
-        top1: share of tokens whose likeliest prediction is the same. top5: mean share of the exact cache's five
-            likeliest that are among the candidate's five.
-        ppl, ppl_exact: token perplexity with either cache. nll_delta: mean difference in nats per token, and its error:
-            the same tokens are compared, so it is far more certain than the perplexities are.
+        kld_*: KL(exact || candidate) of the next-token distributions in nats: mean, median, 99th and 99.9th percentile.
+        top1: share of tokens with the same most likely prediction. top5: mean share of the exact cache's five most
+            likely tokens that are among the candidate's five.
+        ppl, ppl_exact: token perplexity with the candidate and with the exact cache.
+        nll_delta: mean NLL difference, candidate minus exact, in nats per token. Both caches read the same tokens, so
+            this difference is far more certain than either perplexity.
     """
 
     tokens_scored: int
@@ -88,32 +88,11 @@ class Fidelity:
 def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None] | None = None) -> Fidelity:
     """Score the reference's text through another cache of the same model.
 
-    Logits exist for ``model.logit_rows`` rows at once. Raises EngineError for non-finite numbers.
+    ``progress`` gets the number of tokens of each chunk that was read. Raises EngineError for non-finite numbers.
     """
     parts = reference.scored.parts
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + _rows(part))
-    columns = torch.empty(5, starts[-1], dtype=torch.float64)  # KLD, top-1, top-5, NLL exact, NLL candidate
-    for index, position, hidden in hidden_states_of(candidate.engine, [part.token_ids[:-1] for part in parts]):
-        targets = torch.tensor(parts[index].token_ids[position + 1 :][: len(hidden)], device=hidden.device)
-        for start in range(0, len(hidden), candidate.model.logit_rows):
-            rows = hidden[start : start + candidate.model.logit_rows]
-            first = position + start
-            exact_rows = reference.hidden[index][first : first + len(rows)]
-            place = slice(starts[index] + first, starts[index] + first + len(rows))
-            columns[:, place] = _compare_rows(
-                reference.llm.logits(exact_rows),
-                candidate.logits(rows),
-                targets[start : start + len(rows)],
-                candidate.model.token_limit,
-            )
-        if progress is not None:
-            progress(len(hidden))
-    scored = [
-        torch.arange(starts[index] + part.first - 1, starts[index] + _rows(part)) for index, part in enumerate(parts)
-    ]
-    kld, top1, top5, exact, nll = columns[:, torch.cat(scored)]
+    columns = _compare_parts(reference, candidate, progress)
+    kld, top1, top5, exact, nll = torch.cat([found[:, part.first - 1 :] for found, part in zip(columns, parts)], dim=1)
     kld_mean, kld_stderr = mean_and_stderr(kld)
     top1_mean, top1_stderr = mean_and_stderr(top1)
     top5_mean, top5_stderr = mean_and_stderr(top5)
@@ -136,10 +115,29 @@ def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None
     )
 
 
-def _compare_rows(exact: torch.Tensor, found: torch.Tensor, targets: torch.Tensor, token_limit: int) -> torch.Tensor:
-    """Logits [rows, vocab] of both caches -> the five columns of `compare`, [5, rows], on the CPU.
+def _compare_parts(reference: Reference, candidate: LLM, progress: Callable[[int], None] | None) -> list[torch.Tensor]:
+    """Per part of the text: KLD, top-1, top-5, NLL exact, NLL candidate of every row, float64 [5, rows], on the CPU."""
+    parts = reference.scored.parts
+    columns = [torch.empty(5, _rows(part), dtype=torch.float64) for part in parts]
+    for index, position, hidden in hidden_states_of(candidate.engine, [part.token_ids[:-1] for part in parts]):
+        targets = torch.tensor(parts[index].token_ids[position + 1 :][: len(hidden)], device=hidden.device)
+        for part in candidate.model.logit_slices(len(hidden)):
+            place = slice(position + part.start, position + part.stop)
+            columns[index][:, place] = _compare_rows(
+                reference.llm.logits(reference.hidden[index][place]),
+                candidate.logits(hidden[part]),
+                targets[part],
+                candidate.model.token_limit,
+            )
+        if progress is not None:
+            progress(len(hidden))
+    return columns
 
-    Ids from ``token_limit`` on are padding of the vocabulary: part of the distribution, never among the likeliest.
+
+def _compare_rows(exact: torch.Tensor, found: torch.Tensor, targets: torch.Tensor, token_limit: int) -> torch.Tensor:
+    """Logits [rows, vocab] of both caches -> KLD, top-1, top-5, NLL exact, NLL candidate: float64 [5, rows] on the CPU.
+
+    Ids from ``token_limit`` on pad the vocabulary: they belong to the distribution, but not to the most likely tokens.
     """
     p, q = exact.log_softmax(-1), found.log_softmax(-1)
     kld = (p.exp() * (p - q)).sum(-1)
@@ -152,9 +150,10 @@ def _compare_rows(exact: torch.Tensor, found: torch.Tensor, targets: torch.Tenso
 
 @dataclass(frozen=True)
 class Divergence:
-    """Tokens of greedy continuations before the first one that differs; one that never does counts as ``max_tokens``.
+    """Number of equal tokens at the beginning of greedy continuations from two caches.
 
-    ``identical``: how many of the prompts' continuations never differed.
+    mean, stderr: over the prompts; an identical continuation counts ``max_tokens``. identical: prompts whose
+    continuations are equal to the end.
     """
 
     mean: float
@@ -165,25 +164,14 @@ class Divergence:
 
 
 def greedy_continuations(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Token ids of greedy continuations, all of them ``max_tokens`` long."""
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        ignore_eos=True,
-    )
-    outputs = llm.generate(prompts, params)
-    for output in outputs:
-        if output.finish_reason != "length":
-            raise EngineError(output.error or "the request was aborted")
+    """Token ids of greedy continuations, ``max_tokens`` for each prompt. Raises EngineError where a request fails."""
+    outputs = llm.generate(prompts, greedy(max_tokens))
+    raise_failed(outputs)
     return [output.token_ids for output in outputs]
 
 
 def divergence(exact: list[list[int]], found: list[list[int]]) -> Divergence:
-    """How long two caches say the same."""
+    """Compare the greedy continuations from two caches, prompt by prompt."""
     lengths = [
         next((step for step, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), len(a)) for a, b in zip(exact, found)
     ]
@@ -193,12 +181,12 @@ def divergence(exact: list[list[int]], found: list[list[int]]) -> Divergence:
 
 
 def prompts_of(token_ids: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """``count`` prompts of ``length`` tokens, spread evenly over a text; fewer where it is too short for that."""
+    """``count`` prompts of ``length`` tokens, spread evenly over a text; a short text gives fewer prompts."""
     room = max(0, len(token_ids) - length)
     starts = sorted({round(room * index / max(1, count - 1)) for index in range(count)})
     return [list(token_ids[start : start + length]) for start in starts]
 
 
 def floor(reference: Reference, model: LoadedModel, config: EngineConfig) -> Fidelity:
-    """What rounding alone does: the exact cache at a quarter of the chunk."""
+    """The effect of rounding alone: the exact cache at a quarter of the chunk size."""
     return compare(reference, LLM(model, floor_config(config)))

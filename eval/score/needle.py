@@ -1,8 +1,8 @@
-"""What does a window forget, or a format blur? A line hidden in a long text, and a question that asks for it.
+"""Needle in a haystack: a line hidden in a long text, and a question about it. It shows what a cache loses.
 
-The needle in a haystack (https://github.com/gkamradt/LLMTest_NeedleInAHaystack) with a key and a value of its own for
-every prompt, and the beginning of the answer given, as in RULER (arXiv:2404.06654): what is tried is whether the value
-can still be read, not how a model words its answers.
+After https://github.com/gkamradt/LLMTest_NeedleInAHaystack, but every prompt has another key and value, and the answer
+is begun for the model, as in RULER (arXiv:2404.06654). So the test measures whether the model can still read the value,
+not how it words its answer.
 """
 
 import random
@@ -12,15 +12,17 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from lean.errors import EngineError, LeanError, RequestError
+from lean.errors import RequestError
+from lean.eval.decoding import raise_failed
+from lean.eval.pictures import require_matplotlib
 from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 from lean.text.prompt import encode_prompt
 
 ANSWER_TOKENS = 12
-"""Enough for a space, five digits and what shows that no sixth follows, one token each."""
+"""Enough for a space, five digits, and the character that ends the number, one token each."""
 
-# Copying is what is asked for: a penalty among the model's own defaults would forbid it.
+# The answer is a copy from the prompt, which a repetition penalty among the model's defaults would suppress.
 GREEDY = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, repetition_penalty=1.0)
 
 COLOURS = ["amber", "black", "blue", "brown", "copper", "golden", "green", "orange", "pink", "purple", "red", "white"]
@@ -33,7 +35,7 @@ _BREAK = "\n\n"
 
 @dataclass(frozen=True)
 class Needle:
-    """A key, and the value that is asked for."""
+    """A key, ``item``, and the value that the question asks for."""
 
     item: str
     value: str
@@ -51,13 +53,13 @@ class Needle:
         return f"The access code for the {self.item} is"
 
     def found_in(self, answer: str) -> bool:
-        """Whether the answer has the value as a number of its own, not as a part of a longer one."""
+        """Whether the answer contains the value, and not as part of a longer number."""
         return re.search(rf"(?<!\d)(?<!\d[.,]){self.value}(?![.,]?\d)", answer) is not None
 
 
 @dataclass(frozen=True)
 class NeedleCell:
-    """How many of the needles at one depth (percent of the text before them) of one prompt length were found."""
+    """Needles found at one depth, in percent of the text before the needle, and one prompt length."""
 
     length: int
     depth: float
@@ -72,17 +74,17 @@ class NeedleCell:
     def stderr(self) -> float:
         """Half of Wilson's score interval at one standard deviation (Wilson 1927, doi:10.2307/2276774).
 
-        The plain sqrt(p (1 - p) / n) is 0 where all or none were found, which few trials cannot know.
+        The plain sqrt(p (1 - p) / n) would be 0 where all or no needles were found, which few trials cannot justify.
         """
         n, p = self.trials, self.accuracy
         return (p * (1 - p) / n + 1 / (4 * n * n)) ** 0.5 / (1 + 1 / n)
 
 
 class Haystack:
-    """A text to hide needles in, repeated where it is too short.
+    """A text to hide needles in. A short text is repeated.
 
     Raises:
-        RequestError: it is empty, or has every number of five digits.
+        RequestError: the text is empty, or contains every number of five digits.
     """
 
     def __init__(self, text: str) -> None:
@@ -93,24 +95,24 @@ class Haystack:
         taken = set(re.findall(r"(?=(\d{5}))", text))
         self._values = [value for value in map(str, range(10_000, 100_000)) if value not in taken]
         if not self._values:
-            raise RequestError("the text to hide needles in has every number of five digits: give another one")
+            raise RequestError("the text to hide needles in contains every number of five digits: give another text")
 
     def draw(self, seed: int, length: int, depth: float, trial: int) -> tuple[Needle, int]:
-        """A needle, and the offset in the text at which its haystack ends: always the same for the same arguments.
+        """A needle, and the offset in the text where its haystack ends. Equal arguments give equal results.
 
-        The trials of a cell have different items, and do not change when there are more of them.
+        The trials of a cell have different items. More trials do not change the first ones.
         """
         cell = f"{seed} {length} {depth:g}"
         items = ITEMS.copy()
-        random.Random(cell).shuffle(items)  # seeded by the characters, not by their hash
+        random.Random(cell).shuffle(items)  # a string seed does not depend on PYTHONHASHSEED
         chance = random.Random(f"{cell} {trial}")
         return Needle(items[trial], chance.choice(self._values)), chance.choice(self._ends)
 
     def with_line(self, line: str, size: int, end: int, depth: float) -> str:
-        """The ``size`` characters that end at the offset ``end``, with a line between two of their sentences.
+        """The ``size`` characters that end at the offset ``end``, with a line inserted between two sentences.
 
-        It goes to the sentence end inside that is nearest to ``depth`` percent; exactly there if none is within a
-        tenth of the text, and at 0 and 100.
+        The line goes to the sentence end nearest to ``depth`` percent. It goes to exactly ``depth`` percent where no
+        sentence ends within a tenth of the text, and for the depths 0 and 100.
         """
         whole = self._text * (size // len(self._text) + 1) + self._text[:end]
         hay = whole[len(whole) - size :]
@@ -129,7 +131,7 @@ Encode = Callable[[int], list[int]]  # characters of text around the needle -> t
 def _hidden(
     tokenizer: Any, hay: Haystack, length: int, depth: float, trial: int, seed: int, chat: bool | None
 ) -> tuple[Needle, Encode]:
-    """The needle of a trial and how to ask for it; RequestError if ``length`` has no room even for that."""
+    """The needle of a trial and the encoder of its prompt. Raises RequestError where ``length`` is too short."""
     needle, end = hay.draw(seed, length, depth, trial)
     template = chat or (chat is None and bool(getattr(tokenizer, "chat_template", None)))
 
@@ -142,15 +144,17 @@ def _hidden(
 
     least = len(encode(0))
     if least > length:
-        raise RequestError(f"length {length} cannot hold a needle and its question: they alone need {least} tokens")
+        raise RequestError(
+            f"length {length} cannot hold a needle and its question, which need {least} tokens: raise the length"
+        )
     return needle, encode
 
 
 def _longest(encode: Encode, length: int) -> list[int]:
-    """The prompt with the most characters that has at most ``length`` tokens; one token less is good enough.
+    """The longest prompt of at most ``length`` tokens, or one of ``length - 1``.
 
-    Whole prompts are tried, since tokens grow with characters nearly but not strictly: merges change at the cuts, and
-    white space beside the needle goes.
+    The search encodes whole prompts, since the number of tokens does not always grow with the characters: merges change
+    at the cuts, and white space beside the needle is stripped.
     """
     low, best, high = 0, encode(0), 4 * length
     while len(beyond := encode(high)) <= length:
@@ -179,35 +183,35 @@ def run_needle(
     chat: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[NeedleCell]:
-    """Hide needles in a text and ask for them; one cell for every length and depth, in this order.
+    """Hide needles in a text and ask for them: one cell for every length and depth, in this order.
 
-    The prompts of a cell run together. Their answers are greedy; with a deterministic engine they do not depend on the
-    company. The same seed asks the same of every engine with the same tokenizer.
+    The prompts of a cell run in one batch with greedy answers. A deterministic engine gives the same answers in every
+    batch. One seed gives the same prompts for every engine with the same tokenizer.
 
     Args:
-        lengths: tokens of the prompts, everything included.
-        depths: where the needle is, in percent of the text; 100 is right before the question.
-        chat: ask in the model's chat template; None does where there is one.
-        progress: told after every cell how many more prompts have been answered.
+        lengths: tokens of the whole prompts.
+        depths: position of the needle in percent of the text; 100 is right before the question.
+        chat: whether to ask in the model's chat template; None: where the model has one.
+        progress: called after every cell with its number of prompts.
 
     Raises:
-        RequestError: before anything runs: lengths that the engine cannot serve or that hold no needle, depths that
-            are none, a text that cannot be used.
-        EngineError: the model computed non-finite numbers.
+        RequestError: before anything runs: a length that is too long for the engine or too short for a needle, a depth
+            outside 0 to 100, or an unusable text.
+        EngineError: a request failed.
     """
     hay, tokenizer = Haystack(text), llm.model.tokenizer
     if not lengths or not depths:
-        raise RequestError("a needle test needs at least one length and one depth")
+        raise RequestError("a needle test needs at least one length and one depth: give --lengths and --depths")
     if not 1 <= trials <= len(ITEMS):
         raise RequestError(f"trials must be from 1 to {len(ITEMS)}, got {trials}")
     for depth in depths:
         if not 0 <= depth <= 100:
-            raise RequestError(f"a depth is a percentage from 0 to 100, got {depth}")
+            raise RequestError(f"depth must be a percentage from 0 to 100, got {depth}")
     limit = llm.size.max_model_len - ANSWER_TOKENS
     if max(lengths) > limit:
         raise RequestError(
-            f"length {max(lengths)} and {ANSWER_TOKENS} tokens of answer exceed max-model-len "
-            f"{llm.size.max_model_len}: ask for at most {limit}, or raise --max-model-len or --kv-memory"
+            f"length {max(lengths)} plus {ANSWER_TOKENS} answer tokens exceeds max-model-len "
+            f"{llm.size.max_model_len}: use at most {limit}, or raise --max-model-len or --kv-memory"
         )
     cells = list(product(lengths, depths))
     hidden = [
@@ -225,9 +229,7 @@ def _run(
 ) -> Iterator[NeedleCell]:
     for (length, depth), trials in zip(cells, hidden):
         outputs = llm.generate([_longest(encode, length) for _, encode in trials], GREEDY)
-        for output in outputs:
-            if output.finish_reason in ("error", "abort"):
-                raise EngineError(output.error or "the request was aborted")
+        raise_failed(outputs)
         found = sum(needle.found_in(output.text) for (needle, _), output in zip(trials, outputs, strict=True))
         if progress:
             progress(len(trials))
@@ -235,7 +237,7 @@ def _run(
 
 
 def needle_report(cells: Iterable[NeedleCell]) -> dict[str, Any]:
-    """The cells, at least one, and all of them together, for JSON."""
+    """The cells, at least one, and their sum, ready for JSON."""
     cells = list(cells)
     whole = NeedleCell(0, 0, sum(cell.correct for cell in cells), sum(cell.trials for cell in cells))
     return {
@@ -248,13 +250,13 @@ def needle_report(cells: Iterable[NeedleCell]) -> dict[str, Any]:
 
 
 def _grid(cells: Iterable[NeedleCell]) -> tuple[list[int], list[float], dict[tuple[float, int], NeedleCell]]:
-    """Lengths, depths, and the cells by (depth, length); some may not have run yet."""
+    """Lengths, depths, and the cells by (depth, length); cells that have not run are missing."""
     found = {(cell.depth, cell.length): cell for cell in cells}
     return sorted({length for _, length in found}), sorted({depth for depth, _ in found}), found
 
 
 def print_map(cells: Iterable[NeedleCell], title: str) -> None:
-    """Needles found, as a table on stdout: a row for every depth, a column for every length."""
+    """Print the needles found as a table: a row for every depth, a column for every length."""
     from rich.console import Console
     from rich.table import Table
 
@@ -270,11 +272,9 @@ def print_map(cells: Iterable[NeedleCell], title: str) -> None:
 
 
 def draw_map(cells: Iterable[NeedleCell], file: str, title: str) -> None:
-    """The same as a picture (PNG): the share of needles found, white where nothing ran. Needs the extra ``eval``."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise LeanError("the needle map needs matplotlib: pip install 'lean-inference[eval]'") from None
+    """The share of needles found as a PNG, white where nothing ran. Needs the extra ``eval``."""
+    require_matplotlib("the needle map")
+    from matplotlib.figure import Figure
 
     lengths, depths, found = _grid(cells)
     size = max(4.0, 1.6 + 0.9 * len(lengths)), max(2.4, 1.3 + 0.5 * len(depths))
@@ -282,7 +282,7 @@ def draw_map(cells: Iterable[NeedleCell], file: str, title: str) -> None:
     axis = figure.subplots()
     nothing = float("nan")
     values = [[found[d, n].accuracy if (d, n) in found else nothing for n in lengths] for d in depths]
-    image = axis.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")  # for every kind of colour vision
+    image = axis.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")  # readable with any colour vision
     for (row, depth), (column, length) in product(enumerate(depths), enumerate(lengths)):
         if cell := found.get((depth, length)):
             ink = "black" if cell.accuracy >= 0.5 else "white"
@@ -290,6 +290,6 @@ def draw_map(cells: Iterable[NeedleCell], file: str, title: str) -> None:
     axis.set_title(title, wrap=True, parse_math=False)
     axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axis.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
-    axis.set(xlabel="prompt, tokens", ylabel="depth of the needle")
+    axis.set(xlabel="prompt length, tokens", ylabel="needle depth")
     figure.colorbar(image, label="needles found", format=lambda share, _: f"{share:.0%}", ticks=[0, 0.25, 0.5, 0.75, 1])
     figure.savefig(file, dpi=120)

@@ -1,10 +1,10 @@
 """Perplexity of a text, every token scored once through the cache.
 
-A text of n tokens is cut into parts. A part's last token ends at ``context``, then ``stride`` further, and so on; its
-first scored token comes right behind the last one of the part before, and sees what lies in front of it within
-``context`` tokens: at least context - stride of them. With stride = context that would be none, so the token before is
-put in front (lm-evaluation-harness's rolling windows); with a smaller stride this is the strided loop of
-https://huggingface.co/docs/transformers/perplexity.
+The text is cut into parts of at most ``context`` tokens. The first part ends at token ``context``, every further part
+``stride`` tokens later. A part scores the tokens after the end of the part before; they also see the tokens in front of
+them, at least context - stride. This is the strided loop of https://huggingface.co/docs/transformers/perplexity. With
+stride = context no token would be in front, so the last token of the part before is put there, as in the rolling
+windows of lm-evaluation-harness.
 """
 
 import math
@@ -22,12 +22,12 @@ from lean.scoring import score_many
 
 BosRule = Literal["first", "every", "none"]
 BOS_RULES: tuple[str, ...] = get_args(BosRule)
-_MOST_CHARACTERS_PER_TOKEN = 32  # of a text that is cut before it is tokenized
+_MOST_CHARACTERS_PER_TOKEN = 32  # a text is cut to this before it is tokenized
 _CURVE_BUCKETS = 24
 
 
 class Part(NamedTuple):
-    """One sequence that is run: ``token_ids`` from ``first`` on are scored, and lie at ``start`` in the text."""
+    """One sequence to run. ``token_ids`` are scored from index ``first`` on, which is index ``start`` of the text."""
 
     token_ids: list[int]
     first: int
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredText:
-    """What is scored of a text: its first tokens, the characters they spell, and how they are laid into sequences."""
+    """The scored beginning of a text: its characters, its token ids, and the parts that are run."""
 
     corpus: Corpus
     text: str
@@ -50,15 +50,18 @@ class ScoredText:
 def cut(
     token_ids: Sequence[int], context: int, stride: int, bos: BosRule = "none", bos_token_id: int | None = None
 ) -> list[Part]:
-    """Cut a text into parts, see above. ``bos``: put ``bos_token_id`` in front of the first part, of every one, or of
-    none; it is never scored, and without it the first token of the text is not scored either."""
+    """Cut a text into parts, as described above.
+
+    ``bos``: put ``bos_token_id`` in front of the first part, of every part, or of no part. The BOS is never scored.
+    Without a BOS the first token of the text is not scored either.
+    """
     ids, parts = list(token_ids), []
     done, end = 0, context
     while done < len(ids):
         begin = max(0, min(end - context, done - 1))
         front = [bos_token_id] if bos_token_id is not None and (bos == "every" or (bos == "first" and not done)) else []
         if front and begin == done - 1:
-            begin = done  # the BOS stands in for the token before
+            begin = done  # the BOS takes the place of the token before
         first = len(front) + done - begin
         parts.append(Part(front + ids[begin:end], max(1, first), done if first else done + 1))
         done, end = end, end + stride
@@ -77,10 +80,10 @@ def prepare(
     """Tokenize a text and cut it for an engine. Raises UserError for impossible numbers.
 
     Args:
-        max_tokens: of the text, from its beginning; None: all.
-        context: most tokens that a token is predicted from; None: the longest the engine takes.
+        max_tokens: tokens to use from the beginning of the text; None: all.
+        context: largest number of tokens that a token is predicted from; None: the engine's max_model_len.
         stride: tokens scored per part; None: ``context``.
-        bos: see `cut`; "first" is what lm-evaluation-harness does. The token is the tokenizer's BOS, else its EOS.
+        bos: see `cut`; "first" is the rule of lm-evaluation-harness. The token is the tokenizer's BOS, else its EOS.
     """
     for name, value in (("max-tokens", max_tokens), ("context", context), ("stride", stride)):
         if value is not None and value < 1:
@@ -89,7 +92,7 @@ def prepare(
         raise UserError(f"bos {bos!r} must be one of {', '.join(BOS_RULES)}")
     limit = llm.size.max_model_len
     if context is not None and context > limit:
-        raise UserError(f"context {context:,} exceeds the {limit:,} tokens this engine takes: lower it, or --window")
+        raise UserError(f"context {context:,} exceeds max-model-len {limit:,}: lower --context, or use --window")
     tokenizer = llm.model.tokenizer
     text = corpus.text if max_tokens is None else corpus.text[: _MOST_CHARACTERS_PER_TOKEN * max_tokens]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
@@ -103,17 +106,19 @@ def prepare(
     context = context or limit
     stride = stride or context
     if stride > context:
-        raise UserError(f"stride {stride} exceeds context {context}: tokens between them would not be scored")
+        raise UserError(
+            f"stride {stride} exceeds context {context}, so some tokens would not be scored: lower --stride"
+        )
     context = min(context, len(ids))
     stride = min(stride, context)
     parts = cut(ids, context, stride, rule, bos_id)
     if not parts:
-        raise UserError(f"{corpus.name}: {len(ids)} tokens give nothing to score")
+        raise UserError(f"{corpus.name} has {len(ids)} tokens, so there is nothing to score: give a longer text")
     return ScoredText(corpus, text, ids, parts, context, stride, rule)
 
 
 class Bucket(NamedTuple):
-    """Tokens whose predictions saw ``start`` to ``end`` - 1 tokens."""
+    """Mean NLL of the tokens that were predicted from ``start`` to ``end`` - 1 tokens."""
 
     start: int
     end: int
@@ -123,7 +128,7 @@ class Bucket(NamedTuple):
 
 
 def mean_and_stderr(values: torch.Tensor) -> tuple[float, float]:
-    """Mean and its standard error, float64; tokens are taken as independent. The error of one value is 0."""
+    """Mean and its standard error, computed in float64, for independent values. The error of one value is 0."""
     values = values.double()
     error = values.std() / len(values) ** 0.5 if len(values) > 1 else torch.tensor(0.0)
     return float(values.mean()), float(error)
@@ -133,7 +138,7 @@ def mean_and_stderr(values: torch.Tensor) -> tuple[float, float]:
 class Perplexity:
     """NLL in nats of the scored tokens of a text, in order.
 
-    nll: float64 [tokens]. seen: int64 [tokens], how many tokens of its part stand before each.
+    nll: float64 [tokens]. seen: int64 [tokens], the number of tokens before each one in its part.
     """
 
     scored: ScoredText
@@ -141,7 +146,7 @@ class Perplexity:
     seen: torch.Tensor
 
     def curve(self) -> list[Bucket]:
-        """NLL by how many tokens were there to see, in buckets of one width: drift, and the edge of a window."""
+        """NLL by the number of tokens seen, in buckets of equal width. It shows drift and the edge of a window."""
         longest = int(self.seen.max()) + 1
         width = -(-longest // _CURVE_BUCKETS)
         width = -(-width // 32) * 32 if width > 8 else width
@@ -153,7 +158,7 @@ class Perplexity:
         return buckets
 
     def report(self) -> dict[str, Any]:
-        """Token, word and byte perplexity; the rules they hold for. A word is what whitespace separates."""
+        """Token, word and byte perplexity, and the rules behind them. Words are separated by white space."""
         nll, error = mean_and_stderr(self.nll)
         total, text = float(self.nll.sum()), self.scored.text
         words, size = len(re.split(r"\s+", text.strip())), len(text.encode("utf-8"))
@@ -177,19 +182,19 @@ class Perplexity:
 
 
 def exp(x: float) -> float | None:
-    """e^x; None where no float holds it, which JSON could not hold either."""
+    """e^x; None where it exceeds the range of a float, since JSON has no infinity."""
     return math.exp(x) if x < 700 else None
 
 
 def in_words(ppl: float | None, digits: int = 4) -> str:
-    """A perplexity as it is printed."""
+    """A perplexity as it is printed. ``ppl``: as from `exp`."""
     if ppl is None:
-        return "beyond any number"
+        return "above 1e304"
     return f"{ppl:.{digits}f}" if ppl < 1e5 else f"{ppl:.4g}"
 
 
 def perplexity(llm: LLM, scored: ScoredText, progress: Callable[[int], None] | None = None) -> Perplexity:
-    """Score a prepared text, its parts together as far as they fit. Raises EngineError for non-finite numbers."""
+    """Score a prepared text, its parts in batches. Raises EngineError for non-finite numbers."""
     nll: dict[int, torch.Tensor] = {}
     parts = scored.parts
     for index, scores in score_many(llm.engine, [part.token_ids for part in parts], progress):

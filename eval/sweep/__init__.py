@@ -1,1 +1,1 @@
-"""The grid of cache configurations, its frontier and its report."""
+"""A grid of cache configurations, its frontier and its report page."""

@@ -1,4 +1,4 @@
-"""The cells of a sweep, what each was found to cost, and the folder that keeps them across interruptions."""
+"""The cells of a sweep, their results, and the folder that keeps the results across interruptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class Cell:
-    """One cache configuration of a grid. ``kv_dtype`` is a format, or EXACT for the model's own dtype."""
+    """One cache configuration of a grid. ``kv_dtype`` is a KV format, or EXACT for the model's dtype."""
 
     kv_dtype: str
     residual: int = 0
@@ -36,7 +36,7 @@ class Cell:
         return f"{self.kv_dtype}{residual}{window}"
 
     def config(self, base: EngineConfig) -> EngineConfig:
-        """The engine's options for it. The exact cache that sees all runs at another chunk: it is the floor."""
+        """Engine options of the cell. The exact cell without a window is the floor: it runs at another chunk size."""
         config = replace(base, window=self.window)
         if self.kv_dtype == EXACT:
             return config.exact() if self.window else floor_config(config)
@@ -46,8 +46,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Sizes for a bf16 model. ``per_token``: the cache proper. ``held``: blocks and exact copies of one sequence of
-    ``context`` tokens. ``*_bf16``: the same tokens in bf16 without blocks, for ``held`` those that no window hides."""
+    """Sizes for a bf16 model.
+
+    per_token: bytes of one token in the format, without exact copies. held: bytes of one sequence of ``context``
+    tokens, with whole blocks and exact copies. ``*_bf16``: bytes of the same tokens in bf16 without blocks; for
+    ``held`` of all tokens that the model's own windows leave visible.
+    """
 
     per_token: int
     per_token_bf16: int
@@ -66,14 +70,15 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a cell was found to cost.
+    """The result of a cell.
 
     Attributes:
-        fidelity: against the exact cache that sees all, whatever the cell's window.
-        window_reached: False where no scored token had anything beyond the window: then it shows nothing of its cost.
-        speed: decoding beside the exact cache. needle, tasks: reports of `lean.eval.score.needle`, `lean.eval.tasks`.
-        notes: what the engine says about this configuration.
-        date: when it was measured, ISO 8601, UTC.
+        fidelity: compared with the exact cache without a window, also for cells with a window.
+        window_reached: False where the text is too short to reach beyond the window: then its cost is unknown.
+        speed: decoding speed compared with the exact cache.
+        needle, tasks: reports of `lean.eval.score.needle` and `lean.eval.tasks`.
+        notes: the cache plan's notes on this configuration.
+        seconds: time of the whole measurement. date: its end, ISO 8601, UTC.
     """
 
     cell: Cell
@@ -90,7 +95,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Impossible:
-    """A cell that cannot be run on this model, and why."""
+    """A cell that cannot run on this model, and the reason."""
 
     cell: Cell
     reason: str
@@ -100,6 +105,7 @@ Result = Measured | Impossible
 
 
 def to_json(result: Result) -> dict[str, Any]:
+    """A result as one line of ``results.jsonl`` holds it."""
     return {"name": result.cell.name, **asdict(result)}
 
 
@@ -118,9 +124,9 @@ def from_json(values: dict[str, Any]) -> Result:
 
 
 class SweepFolder:
-    """``config.yaml``, which decides every figure, and ``results.jsonl``, a line per cell in the order they ended.
+    """``config.yaml``, everything that decides the figures, and ``results.jsonl``, one line per cell as it ends.
 
-    The former is written with the first result: what could not begin leaves the folder to another try.
+    ``config.yaml`` is written with the first result: a sweep that fails before leaves the folder free for another one.
     """
 
     def __init__(self, folder: Path, file: BinaryIO, config: dict[str, Any], results: list[Result]) -> None:
@@ -129,7 +135,7 @@ class SweepFolder:
         self._file = file
 
     def append(self, result: Result) -> None:
-        """Keep a result: after this call neither a crash nor a power cut loses it."""
+        """Write a result to disk: after this call it survives a crash and a power cut."""
         if not self._config_file.exists():
             text = yaml.safe_dump(self._config, sort_keys=False, allow_unicode=True)
             write_atomically(self._config_file, text.encode())
@@ -141,13 +147,14 @@ class SweepFolder:
 
 @contextmanager
 def open_folder(folder: Path, config: dict[str, Any]) -> Iterator[SweepFolder]:
-    """Begin a sweep in a folder, or go on with it. A last line that was cut off is dropped, and its cell runs again.
+    """Begin a sweep in a folder, or continue it. An incomplete last line is dropped, and its cell runs again.
 
     Args:
-        config: plain values; a folder that was begun with others is refused.
+        config: plain values. A folder that was begun with other values is refused.
 
     Raises:
-        UserError: another sweep holds or uses the folder, it holds what lean did not write, or it cannot be written.
+        UserError: the folder belongs to or is in use by another sweep, has files that lean did not write, or cannot be
+            written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,12 +178,12 @@ def _read_line(folder: Path, number: int, line: bytes) -> Result:
         return from_json(json.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
-            f"{folder / 'results.jsonl'} line {number} is no result of a sweep: give another --out"
+            f"{folder / 'results.jsonl'} line {number} is not a result of a sweep: give another --out"
         ) from None
 
 
 def _check_config(folder: Path, config: dict[str, Any], begun: bool) -> None:
-    """Compare with the folder's configuration, where there is one."""
+    """Raise UserError where the folder has another configuration, or results without one."""
     file = folder / "config.yaml"
     if not file.exists():
         if begun:
@@ -188,12 +195,12 @@ def _check_config(folder: Path, config: dict[str, Any], begun: bool) -> None:
         raise UserError(f"cannot read {file}: {one_line(error)}") from None
     if difference := _first_difference(found, config):
         raise UserError(
-            f"{folder} holds another sweep: {difference}; give another --out, or the options in its config.yaml"
+            f"{folder} holds another sweep: {difference}; give another --out, or use the options in its config.yaml"
         )
 
 
 def _first_difference(found: Any, wanted: Any, name: str = "") -> str | None:
-    """The first key under which two plain values differ, with both."""
+    """The first key at which two plain values differ, with both values; None where they are equal."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in dict.fromkeys((*wanted, *found)):
             if difference := _first_difference(found.get(key), wanted.get(key), f"{name}.{key}" if name else str(key)):

@@ -1,4 +1,4 @@
-"""The grid of a sweep, and everything else that decides its figures."""
+"""The grid of a sweep, and all other options that decide its figures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ NEEDLE_TRIALS = 3
 
 @dataclass(frozen=True)
 class Grid:
-    """What a sweep runs: every format with every residual and window, and the exact cache with every window.
+    """The cells of a sweep: every format with every residual and window, and the exact cache with every window.
 
     Attributes:
-        max_tokens: of the text. context: for which the memory is told; it need not be run.
-        needle_lengths, tasks: left out where empty. task_limit: items of each task; None: all.
+        max_tokens: tokens to score of the text.
+        context: tokens for which the memory is computed; they are not run.
+        needle_lengths, tasks: no needle test and no tasks where empty. task_limit: items of each task; None: all.
     """
 
     formats: tuple[str, ...]
@@ -63,7 +64,7 @@ class Grid:
 
 
 def describe_sweep(info: ModelInfo, base: EngineConfig, grid: Grid, corpus: Corpus) -> dict[str, Any]:
-    """Plain values that a second run must share to go on with the first."""
+    """Plain values for ``config.yaml``. A sweep continues only in a folder with equal values."""
     choices = asdict(grid) | {"windows": ["none" if window is None else window for window in grid.windows]}
     varied = ("kv_dtype", "kv_residual_length", "window", "threads")
     engine = {key: value for key, value in asdict(base).items() if key not in varied}

@@ -1,4 +1,4 @@
-"""``report.html``: a sweep on one page that needs nothing else, no network included."""
+"""``report.html``: a sweep as one self-contained page, readable without a network."""
 
 import base64
 from collections.abc import Callable
@@ -45,7 +45,10 @@ dt { color: var(--quiet); } dd { margin: 0; min-width: 0; }
 
 
 def write_report(judged: Judged, folder: Path) -> list[Path]:
-    """Write ``frontier.csv``, the pictures and ``report.html``; returns their paths. Raises UserError."""
+    """Write ``frontier.csv``, the pictures and ``report.html``; return their paths.
+
+    Raises UserError where they cannot be written.
+    """
     files: dict[str, bytes] = {
         "frontier.csv": frontier_csv(judged).encode(),
         "frontier.png": picture(_frontier(judged, LIGHT), "png"),
@@ -66,12 +69,12 @@ def _frontier(judged: Judged, look: Look) -> "Figure":
 
 
 def html(judged: Judged) -> str:
-    """The page. Its pictures come four times: light and dark, wide and narrow; the browser shows one."""
+    """The page. Each picture is there in four versions, light or dark and wide or narrow; the browser shows one."""
     config, recommendation = judged.sweep.config, judged.recommendation
     model, corpus, where = config["model"], config["corpus"], config["environment"]
     best = recommendation.cell
     cells = judged.sweep.measured
-    title = f"{model['name']}: what each saved byte costs"
+    title = f"{model['name']}: accuracy and speed of smaller KV caches"
     summary = (
         f"{len(cells)} cache configurations, {best.fidelity.tokens_scored:,} tokens of {corpus['name']}, "
         f"{model['dtype']} on {where['device']}"
@@ -82,10 +85,11 @@ def html(judged: Judged) -> str:
         f"{_paragraphs(recommendation.reasons)}</div>",
         _paragraphs(recommendation.windows),
         "<h2>Memory against accuracy</h2>",
-        _picture(lambda look: _frontier(judged, look), "memory held against mean KLD and perplexity"),
-        "<p class=quiet>Joined and named: cells that no smaller one equals within two combined standard errors of the "
-        "mean KLD; bold in the table. Bars: two standard errors.</p>",
-        "<h2>All cells</h2>",
+        _picture(lambda look: _frontier(judged, look), "memory of the KV cache against mean KLD and perplexity"),
+        "<p class=quiet>The named and joined configurations form the frontier: each has a lower mean KLD than all "
+        "smaller ones on it, by more than two combined standard errors. They are bold in the table. Bars show two "
+        "standard errors.</p>",
+        "<h2>All configurations</h2>",
         _table(judged),
         _impossible(judged),
         _needle_map(judged),
@@ -102,36 +106,37 @@ def html(judged: Judged) -> str:
 
 
 def how_measured(judged: Judged) -> list[str]:
-    """The rules behind every figure, one sentence each."""
+    """The rules behind the figures, one paragraph each."""
     config, cell = judged.sweep.config, judged.recommendation.cell
     grid, speed, own = config["grid"], cell.speed, cell.fidelity
     lines = [
-        f"Every token was read through the cache named: {own.tokens_scored:,} tokens of the text in sequences of at "
-        f"most {min(grid['max_tokens'], config['engine']['max_model_len']):,} tokens, prompt chunks of "
+        f"Every token was read through the cache of the row: {own.tokens_scored:,} tokens of the text in sequences of "
+        f"at most {min(grid['max_tokens'], config['engine']['max_model_len']):,} tokens, prompt chunks of "
         f"{config['engine']['prefill_chunk']}, BOS: {grid['bos']}.",
-        "KLD: natural-log KL divergence of the next-token distribution from the one with an exact cache that sees "
-        "all, on the same tokens; also for cells with a window. ± is one standard error, tokens taken as independent.",
-        "The row “exact” is the floor: the exact cache at a quarter of the chunk, which differs by rounding alone.",
-        "top-1: the likeliest token is the same; top-5: share of the five likeliest that are.",
-        f"Memory: blocks of {config['engine']['block_size']} tokens and the residual's exact copies of one sequence of "
-        f"{grid['context']:,} tokens, told for a bf16 model, beside the bytes of a bf16 cache without blocks that sees "
-        "all. Per token: the cache proper.",
-        f"Speed: one sequence decoding behind {speed.context:,} tokens, {speed.steps} steps of each cache taking turns "
-        "with the exact one in the model's dtype; median quotient of their times. The recommended cell: "
-        f"{speed.tokens_per_s:.1f} tokens/s, exact {speed.exact_tokens_per_s:.1f}, quartiles of the quotient "
-        f"{speed.ratio_low:.2f} to {speed.ratio_high:.2f}.",
+        "KLD: KL divergence, in nats, of the next-token distribution from that of the exact cache without a window, on "
+        "the same tokens. ± is one standard error; tokens count as independent.",
+        "The row “exact” is the floor: the exact cache at a quarter of the chunk size differs by rounding alone.",
+        "top-1: share of tokens with the same most likely prediction. top-5: mean share of the exact cache's five most "
+        "likely tokens that are among the five of the row.",
+        f"Memory: one sequence of {grid['context']:,} tokens of a bf16 model, in blocks of "
+        f"{config['engine']['block_size']} tokens and with the residual's exact copies. The ratio compares it with a "
+        "bf16 cache without blocks and without a window. Per token: without exact copies.",
+        f"Speed: one sequence decodes after {speed.context:,} tokens. {speed.steps} steps of each cache take turns "
+        "with steps of the exact cache in the model's dtype; the speed is the median ratio of their times. The "
+        f"recommended configuration makes {speed.tokens_per_s:.1f} tokens/s, the exact cache "
+        f"{speed.exact_tokens_per_s:.1f}; quartiles of the ratio: {speed.ratio_low:.2f} to {speed.ratio_high:.2f}.",
     ]
     if config["needle"]:
         depths = ", ".join(f"{depth:g}" for depth in config["needle"]["depths"])
         lines.append(
-            f"Needles: {config['needle']['trials']} prompts for every length and depth ({depths}%), one line with a "
-            "number hidden in each, exact match of the greedy answer."
+            f"Needles: {config['needle']['trials']} prompts for every length and depth ({depths}%). One line in each "
+            "prompt holds a number, which the greedy answer must repeat exactly."
         )
     for name, task in (cell.tasks or {"tasks": {}})["tasks"].items():
         cut = task["truncated"]
         lines.append(
-            f"Task {name} of lm-evaluation-harness: {task['num_items']} items, {task['num_fewshot']} examples before "
-            f"each; {cut['items']} of {cut['of']} truncated (at most {cut['max_tokens_dropped']} tokens dropped)."
+            f"Task {name} of lm-evaluation-harness: {task['num_items']} items, each after {task['num_fewshot']} "
+            f"examples; {cut['items']} of {cut['of']} truncated (at most {cut['max_tokens_dropped']} tokens dropped)."
         )
     return lines
 
@@ -171,13 +176,13 @@ def _impossible(judged: Judged) -> str:
 
 
 def _needle_map(judged: Judged) -> str:
-    """Found / tried by cell, length and depth; the fuller the colour, the more were found."""
+    """Needles found of those hidden, by cell, length and depth; a stronger colour means more found."""
     cells = [cell for cell in judged.sweep.measured if cell.needle]
     if not cells:
         return ""
     columns = cells[0].needle["cells"]  # type: ignore[index]
     head = "".join(f"<th>{trial['length']:,}<br>{trial['depth']:g}%</th>" for trial in columns)
-    lines = [f"<tr><th>prompt, tokens<br>depth</th>{head}</tr>"]
+    lines = [f"<tr><th>prompt tokens<br>needle depth</th>{head}</tr>"]
     for cell in cells:
         shares = "".join(
             f'<td style="background: rgb(11 98 164 / {0.55 * trial["accuracy"]:.2f})">'

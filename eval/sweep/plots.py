@@ -1,4 +1,4 @@
-"""Pictures of a sweep: memory against accuracy, and a map of the needles. Needs the extra ``eval``."""
+"""Pictures of a sweep: memory against accuracy, and a map of the needles found. They need the extra ``eval``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
-from lean.errors import LeanError
 from lean.eval.sweep.cells import EXACT, Cell, Measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which people with any colour vision tell apart (https://jfly.uni-koeln.de/color/).
+# Okabe and Ito's colours, distinct for every kind of colour vision (https://jfly.uni-koeln.de/color/).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-_SHAPES = "osD^vP"  # by window; the first is none
+_SHAPES = "osD^vP"  # one per window; the first is for no window
 _MIB = 2**20
-_BELOW = 4.0  # the lower edge of the KLD axis is so many times below the least loss of a quantized cell
-_AROUND = [  # where a name may stand from its point, in points of 1/72 inch, nearest first
+_BELOW = 4.0  # the KLD axis begins at the smallest KLD of a quantized cell divided by this
+_AROUND = [  # offsets of a name from its point, in points of 1/72 inch, nearest first
     (x, y)
     for far in (9, 13, 18, 24, 31, 40, 52, 66)
     for x, y in product((far, -far, 0, far / 2, -far / 2), (0, far, -far, far / 2, -far / 2))
@@ -30,7 +29,7 @@ _AROUND = [  # where a name may stand from its point, in points of 1/72 inch, ne
 
 @dataclass(frozen=True)
 class Look:
-    """Light or dark; wide, with panels side by side, or narrow, with one above the other."""
+    """Light or dark; wide, with panels side by side, or narrow, with one panel above the other."""
 
     dark: bool = False
     narrow: bool = False
@@ -47,23 +46,15 @@ class Look:
 LIGHT = Look()
 
 
-def require_matplotlib() -> None:
-    """Raises LeanError, in one line, where it is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise LeanError("the pictures of a sweep need matplotlib: pip install 'lean-inference[eval]'") from None
-
-
 def picture(figure: Figure, kind: str) -> bytes:
-    """A figure as ``png`` or ``svg``; text in an SVG becomes outlines, so that no font is needed."""
+    """A figure as ``png`` or ``svg``. Text in an SVG becomes outlines, so that no font is needed."""
     stream = io.BytesIO()
     figure.savefig(stream, format=kind, dpi=150, facecolor=figure.get_facecolor())
     return stream.getvalue()
 
 
 def draw_frontier(cells: Sequence[Measured], undominated: Sequence[Measured], look: Look = LIGHT) -> Figure:
-    """Bytes held against mean KLD and against perplexity; undominated cells are joined and named."""
+    """Bytes held against mean KLD and against perplexity. Undominated cells are joined by a line and named."""
     from matplotlib.figure import Figure
 
     shown = [cell for cell in cells if cell.window_reached]
@@ -82,25 +73,25 @@ def draw_frontier(cells: Sequence[Measured], undominated: Sequence[Measured], lo
     _points(axes[1], shown, undominated, perplexity, look)
     axes[0].set_yscale("log")
     least = min(cell.fidelity.kld_mean for cell in shown)
-    below = f" (exact: {max(0.0, least):.0e}, below this scale)" if least < lowest else ""
+    below = f" (exact: {max(0.0, least):.0e}, drawn at the lower edge)" if least < lowest else ""
     axes[0].set_title(f"mean KLD, nats{below}", loc="left", fontsize=10.5, color=look.ink)
     axes[1].set_title("perplexity", loc="left", fontsize=10.5, color=look.ink)
     for axis in axes:
         axis.margins(x=0.12, y=0.1)
         _dress(axis, look)
-        axis.set_xlabel(f"MiB held by one sequence of {shown[0].nbytes.context:,} tokens", fontsize=10)
+        axis.set_xlabel(f"KV cache of one sequence of {shown[0].nbytes.context:,} tokens, MiB", fontsize=10)
     figure.legend(
         handles=_legend(shown, look), loc="outside lower center", ncols=3 if look.narrow else 5, fontsize=9.5,
         frameon=False, labelcolor=look.ink,
     )  # fmt: skip
-    figure.draw_without_rendering()  # sizes and places are known from here on
+    figure.draw_without_rendering()  # fixes sizes and positions, which the names need
     _name(axes[0], shown, undominated, kld, look)
     _name(axes[1], shown, undominated, perplexity, look)
     return figure
 
 
 def _styles(shown: Sequence[Measured]) -> tuple[dict[str, str], dict[int | None, str]]:
-    """The colour of every format, the shape of every window."""
+    """The colour of every format, and the shape of every window."""
     formats = [f for f in dict.fromkeys(cell.cell.kv_dtype for cell in shown) if f != EXACT]
     colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(formats)}
     windows = sorted({cell.cell.window for cell in shown}, key=lambda window: (window is not None, window or 0))
@@ -131,7 +122,7 @@ def _points(
 
 
 def _dress(axis: Axes, look: Look) -> None:
-    """Plain numbers on a logarithmic axis of memory; everything in the colours of the look."""
+    """Plain numbers on the logarithmic axis of memory, and the colours of the look."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_xscale("log")
@@ -171,7 +162,7 @@ def _name(
     value: Callable[[Measured], float],
     look: Look,
 ) -> None:
-    """Write the names of the undominated cells where they cover neither points nor each other, nor leave the axes."""
+    """Write the names of the undominated cells where they cover no points, lines or names and stay inside the axes."""
     from matplotlib.transforms import Bbox
 
     figure: Any = axis.figure
@@ -194,25 +185,35 @@ def _name(
             cell.cell.name.replace(", ", "\n"), at, (0, 0), textcoords="offset points", fontsize=9.5, color=look.ink,
             va="center", linespacing=1.1,
         )  # fmt: skip
-        width, height = label.get_window_extent(renderer).size
-        best, least = None, float("inf")
-        for dx, dy in _AROUND:
-            left = x + dx * scale - (0 if dx > 0 else width if dx < 0 else width / 2)
-            box = Bbox.from_bounds(left, y + dy * scale - height / 2, width, height)
-            hidden = sum(_overlap(box, other) for other in taken)
-            outside = width * height - _overlap(box, frame)
-            cost = 10 * (hidden + outside) + (dx * dx + dy * dy) ** 0.5
-            if cost < least:
-                best, least = (dx, dy, box), cost
-        assert best is not None
-        dx, dy, box = best
+        dx, dy, box = _free_place((x, y), label.get_window_extent(renderer).size, scale, taken, frame)
         label.set_position((dx, dy))
         label.set_horizontalalignment("left" if dx > 0 else "right" if dx < 0 else "center")
         taken.append(box.padded(3))
-        if max(abs(dx), abs(dy)) > 18:  # too far to be seen to belong together
+        if max(abs(dx), abs(dy)) > 18:  # a thin line joins a distant name and its point
             end = (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))
             ends = axis.transData.inverted().transform([(x, y), end])
             axis.plot(*zip(*ends), color=look.ink, alpha=0.5, linewidth=0.6, zorder=1)
+
+
+def _free_place(
+    point: tuple[float, float], size: tuple[float, float], scale: float, taken: Sequence[Any], frame: Any
+) -> tuple[float, float, Any]:
+    """The offset of a name from its point, in points, and its box in pixels: the one that covers least and is nearest.
+
+    size: of the name in pixels. scale: pixels per point. taken: boxes of what must stay visible. frame: of the axes.
+    """
+    from matplotlib.transforms import Bbox
+
+    (x, y), (width, height) = point, size
+    places = []
+    for dx, dy in _AROUND:
+        left = x + dx * scale - (0 if dx > 0 else width if dx < 0 else width / 2)
+        box = Bbox.from_bounds(left, y + dy * scale - height / 2, width, height)
+        hidden = sum(_overlap(box, other) for other in taken)
+        outside = width * height - _overlap(box, frame)
+        places.append((10 * (hidden + outside) + (dx * dx + dy * dy) ** 0.5, dx, dy, box))
+    _, dx, dy, box = min(places, key=lambda place: place[0])
+    return dx, dy, box
 
 
 def _overlap(one: Any, other: Any) -> float:
@@ -223,7 +224,7 @@ def _overlap(one: Any, other: Any) -> float:
 
 
 def draw_needles(cells: Sequence[Measured], look: Look = LIGHT) -> Figure:
-    """Share of needles found: a row for every cell, a column for every prompt length and depth."""
+    """The share of needles found: a row for every cell, a column for every prompt length and depth."""
     from matplotlib.figure import Figure
 
     rows = [cell for cell in cells if cell.needle]
@@ -232,7 +233,7 @@ def draw_needles(cells: Sequence[Measured], look: Look = LIGHT) -> Figure:
     size = (max(5.0, 3.0 + 0.62 * len(columns)), 1.6 + 0.34 * len(rows))
     figure = Figure(figsize=size, layout="constrained", facecolor=look.ground)
     axis = figure.subplots()
-    axis.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")  # for every kind of colour vision
+    axis.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")  # readable with any colour vision
     for (row, shares), column in product(enumerate(values), range(len(columns))):
         ink = "black" if shares[column] >= 0.5 else "white"
         axis.text(column, row, f"{shares[column]:.0%}", ha="center", va="center", color=ink, fontsize=8.5)

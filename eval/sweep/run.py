@@ -1,4 +1,4 @@
-"""A grid of cache configurations through one loaded model: what each holds, loses, and how fast it decodes."""
+"""Run a grid of cache configurations on one loaded model: memory, accuracy and decoding speed of each."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from lean.store.source import ModelSource
 if TYPE_CHECKING:
     from lean.eval.score.needle import NeedleCell
 
-_LONGEST_SPEED_CONTEXT = 2048  # a longer prompt would take longer to read than all the rest of a cell
-_TASK_CONTEXT = 2048  # what tasks are cut to at least
+_LONGEST_SPEED_CONTEXT = 2048  # reading a longer prompt would dominate the time of a cell
+_TASK_CONTEXT = 2048  # the least room for the items of tasks
 
 
 class Progress(Protocol):
-    """Is told how a sweep goes on. Work is counted in tokens."""
+    """Receives the progress of a sweep. Work is counted in tokens."""
 
     def begin(self, cells: int, done: int, tokens_per_cell: int) -> None: ...
     def say(self, what: str) -> None: ...
@@ -42,7 +42,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A finished sweep: what decided it (``config.yaml``), and its cells in the order of the grid."""
+    """A finished sweep: its options, as in ``config.yaml``, and its results in the order of the grid."""
 
     config: dict[str, Any]
     results: list[Result]
@@ -59,13 +59,13 @@ class Sweep:
 def run_sweep(
     source: ModelSource, base: EngineConfig, grid: Grid, corpus: Corpus, out: Path, progress: Progress
 ) -> Sweep:
-    """Run what the folder ``out`` does not hold yet. Weights are read once, and only if there is something to run.
+    """Run the cells that the folder ``out`` does not hold yet. The weights are loaded once, and only if a cell is left.
 
     Args:
-        base: the engine's options for all cells; format, residual and window are the grid's.
+        base: engine options for all cells, except format, residual and window.
 
     Raises:
-        UserError: nothing of the grid can run like this, or the folder belongs to something else.
+        UserError: no cell can run with these options, or the folder belongs to something else.
         EngineError: the exact cache fails.
     """
     info = inspect_model(source, base)
@@ -82,7 +82,7 @@ def run_sweep(
 
 
 def _longest_sequence(info: ModelInfo, grid: Grid) -> int:
-    """Tokens that the engines must take, at most what the model can."""
+    """max_model_len of the engines: the longest sequence that the grid needs, limited by the model."""
     from_needle = 0
     if grid.needle_lengths:
         from lean.eval.score.needle import ANSWER_TOKENS
@@ -99,7 +99,7 @@ def _longest_sequence(info: ModelInfo, grid: Grid) -> int:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What all cells of a sweep share."""
+    """Shared by all cells of a sweep."""
 
     base: EngineConfig
     grid: Grid
@@ -111,11 +111,11 @@ class _Setup:
 def _run(setup: _Setup, source: ModelSource, folder: SweepFolder, pending: Sequence[Cell]) -> None:
     grid, corpus, progress = setup.grid, setup.corpus, setup.progress
     progress.say("loading the model")
-    exact = LLM(source, replace(full_config(setup.base), max_num_seqs=1))  # it only ever runs one
+    exact = LLM(source, replace(full_config(setup.base), max_num_seqs=1))
     scored = prepare(exact, corpus, max_tokens=grid.max_tokens, bos=grid.bos)
     prompt = _speed_prompt(exact, corpus, grid)
     if grid.needle_lengths:
-        _needle_cells(exact, setup)  # says what cannot be, and runs nothing
+        _needle_cells(exact, setup)  # raises for impossible lengths; nothing runs before the iterator is used
     rows = sum(len(part.token_ids) - 1 for part in scored.parts)
     needles = NEEDLE_TRIALS * len(NEEDLE_DEPTHS) * sum(grid.needle_lengths)
     progress.begin(len(pending), len(folder.results), rows + len(prompt) + needles)
@@ -126,11 +126,11 @@ def _run(setup: _Setup, source: ModelSource, folder: SweepFolder, pending: Seque
         result = _measure(cell, setup, reference, meter)
         folder.append(result)
         progress.ended(result)
-        gc.collect()  # engines hold cycles; the next one needs the memory of this one
+        gc.collect()  # engines are part of reference cycles, and the next engine needs the memory
 
 
 def _measure(cell: Cell, setup: _Setup, reference: Reference, meter: SpeedMeter) -> Result:
-    """Run one cell. What the exact cache cannot do either is an error of the sweep."""
+    """Run one cell. An error of the exact cache without a window ends the sweep."""
     base, grid, progress = setup.base, setup.grid, setup.progress
     started = time.perf_counter()
     if reason := why_impossible(cell, base, setup.info):
@@ -144,7 +144,7 @@ def _measure(cell: Cell, setup: _Setup, reference: Reference, meter: SpeedMeter)
         progress.advance(speed.context)
         needle = _needles(cell, llm, setup) if grid.needle_lengths else None
         tasks = _tasks(cell, llm, setup) if grid.tasks else None
-    except ConfigError:  # what the plan allows and this machine cannot give at the moment: not the cell's fault
+    except ConfigError:  # a valid plan that this machine cannot hold at the moment: not a property of the cell
         raise
     except (UserError, EngineError) as error:
         if cell == Cell(EXACT):
@@ -165,7 +165,7 @@ def _measure(cell: Cell, setup: _Setup, reference: Reference, meter: SpeedMeter)
 
 
 def why_impossible(cell: Cell, base: EngineConfig, info: ModelInfo) -> str | None:
-    """Why a cell is nothing of its own on this model; None where it can be tried."""
+    """The reason why a cell cannot run on this model, or equals another cell; None where it can run."""
     try:
         plan = plan_cache(info.layers, cell.config(base), raw_format(info.dtype))
     except ConfigError as error:
@@ -174,12 +174,12 @@ def why_impossible(cell: Cell, base: EngineConfig, info: ModelInfo) -> str | Non
         return "; ".join(plan.notes)
     asked = cell.config(base).kv_dtype
     if asked != "auto" and plan.residual_length != cell.residual and cell.residual:
-        return f"nothing quantized would be read, this is the exact cache: {'; '.join(plan.notes)}"
+        return f"no quantized block would be read, so this is the exact cache: {'; '.join(plan.notes)}"
     return None
 
 
 def cache_bytes(cell: Cell, base: EngineConfig, info: ModelInfo, context: int) -> CacheBytes:
-    """Sizes for the model in bf16, whatever dtype it is run in: exact copies are stored in the model's dtype."""
+    """Sizes for the model in bf16, also where it runs in another dtype: exact copies take the dtype of the model."""
     plan, full = (plan_cache(info.layers, config, BF16) for config in (cell.config(base), full_config(base)))
     return CacheBytes(
         plan.bytes_per_token, plan.bytes_per_token_bf16, plan.bytes_at(context), full.bytes_at_bf16(context), context
@@ -192,10 +192,10 @@ def _window_reached(plan: CachePlan, scored: ScoredText) -> bool:
 
 
 def _speed_prompt(llm: LLM, corpus: Corpus, grid: Grid) -> list[int]:
-    """The beginning of the text, again and again where it is too short."""
+    """The beginning of the text; a short text is repeated."""
     count = min(grid.context, _LONGEST_SPEED_CONTEXT, llm.size.max_model_len - STEPS - 2)
     if count < 1:
-        raise ConfigError(f"max-model-len {llm.size.max_model_len} leaves no room to decode {STEPS} tokens")
+        raise ConfigError(f"max-model-len {llm.size.max_model_len} leaves no room to decode {STEPS} tokens: raise it")
     ids = llm.model.tokenizer(corpus.text[: 32 * count], add_special_tokens=False, verbose=False)["input_ids"]
     return (ids * -(-count // len(ids)))[:count]
 

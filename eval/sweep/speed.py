@@ -1,24 +1,23 @@
-"""How fast one sequence decodes with a cache, beside the exact cache on the same machine in the same minute."""
+"""Decoding speed of one sequence with a cache, compared with the exact cache in the same run."""
 
 import statistics
 import time
 from dataclasses import dataclass
 
-from lean.errors import EngineError
+from lean.eval.decoding import greedy, raise_failed
 from lean.llm import LLM
-from lean.sampling_params import SamplingParams
 
 STEPS = 12
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Decoding one sequence behind ``context`` tokens, steps of both engines taking turns.
+    """Decoding one sequence after ``context`` tokens. Steps of both engines take turns.
 
     Attributes:
-        tokens_per_s, exact_tokens_per_s: from the median step of either.
-        ratio: median over the steps of (seconds of the exact cache's step) / (seconds of this cache's step right after
-            it). ratio_low, ratio_high: their quartiles, which show how much the machine was disturbed.
+        tokens_per_s, exact_tokens_per_s: from the median step of each engine.
+        ratio: median over the steps of (seconds of the exact cache's step) / (seconds of this cache's next step).
+        ratio_low, ratio_high: quartiles of these ratios; they show how noisy the machine was.
     """
 
     tokens_per_s: float
@@ -31,12 +30,12 @@ class Speed:
 
 
 class SpeedMeter:
-    """Holds the exact engine's cache of a prompt, so that it is read once for many candidates."""
+    """Keeps the exact engine's cache of a prompt, so that the prompt is computed once for all candidates."""
 
     def __init__(self, exact: LLM, prompt: list[int]) -> None:
         self._exact = exact
         self._prompt = prompt
-        self._kept: int | None = None  # the request whose cache the next one continues
+        self._kept: int | None = None  # the request whose cache the next request continues
 
     def measure(self, candidate: LLM) -> Speed:
         """Decode with both. Raises EngineError for non-finite numbers."""
@@ -51,27 +50,17 @@ class SpeedMeter:
         return Speed(1 / own, 1 / exact, ratio, low, high, len(self._prompt), STEPS)
 
     def _begin(self, llm: LLM, kept: int | None = None) -> int:
-        """Run the prompt and the first token behind it; the request has just the steps to go that are measured."""
-        params = SamplingParams(
-            max_tokens=STEPS + 2,
-            temperature=0.0,
-            repetition_penalty=1.0,
-            ignore_eos=True,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-        )
-        request = llm.add_request(self._prompt, params, keep_cache=llm is self._exact, continues=kept)
+        """Compute the prompt and its first new token. The steps that remain are those to measure."""
+        request = llm.add_request(self._prompt, greedy(STEPS + 2), keep_cache=llm is self._exact, continues=kept)
         while not _step(llm):
             pass
         return request
 
 
 def _step(llm: LLM) -> int:
-    """Run a step; how many tokens came of it."""
+    """Run a step and return its number of outputs. Raises EngineError for a failed request."""
     outputs = llm.step()
-    if error := next((output.error for output in outputs if output.error), None):
-        raise EngineError(error)
+    raise_failed(outputs)
     return len(outputs)
 
 

@@ -1,4 +1,4 @@
-"""A sweep as rows: the table that people read, ``frontier.csv``, and the object of ``--json``."""
+"""A sweep as rows: the printed table, ``frontier.csv``, and the object of ``--json``."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from lean.units import mib
 
 @dataclass(frozen=True)
 class Judged:
-    """A sweep and what follows from it. ``undominated``: by bytes held, see `lean.eval.sweep.frontier.frontier`."""
+    """A sweep with its frontier and recommendation. ``undominated``: see `lean.eval.sweep.frontier.frontier`."""
 
     sweep: Sweep
     undominated: list[Measured]
@@ -34,7 +34,7 @@ def judge(sweep: Sweep) -> Judged:
 
 
 def table(judged: Judged) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row of text for every measured cell. Needles and tasks have columns where they were run."""
+    """Headings, and a row of text for every measured cell. Needles and tasks have columns only if they were run."""
     cells = judged.sweep.measured
     head = ["format", "residual", "window", "per token", f"at {cells[0].nbytes.context:,} tokens", "ppl"]
     head += ["mean KLD", "p99.9", "top-1", "top-5", "speed"]
@@ -65,7 +65,7 @@ def _value(metric: dict[str, Any]) -> str:
 
 
 def markdown(judged: Judged) -> str:
-    """The table, what could not be run, and the recommendation."""
+    """The table, the cells that could not run, and the recommendation."""
     head, rows = table(judged)
     widths = [max(map(len, column)) for column in zip(head, *rows)]
     padded = [[text.ljust(width) for text, width in zip(row, widths)] for row in (head, *rows)]
@@ -79,7 +79,7 @@ def markdown(judged: Judged) -> str:
 
 
 def not_run(judged: Judged) -> list[str]:
-    """Cells that could not be, those with the same reason on one line."""
+    """Cells that could not run, with their reasons. Cells with the same reason share a line."""
     names: dict[str, list[str]] = {}
     for result in judged.sweep.impossible:
         names.setdefault(result.reason, []).append(result.cell.name)
@@ -87,7 +87,7 @@ def not_run(judged: Judged) -> list[str]:
 
 
 def frontier_csv(judged: Judged) -> str:
-    """Every cell, measured or not, with all its figures; ``undominated`` and ``recommended`` are 0 or 1."""
+    """Every cell, measured or not, with all its figures. ``undominated`` and ``recommended`` are 0 or 1."""
     stream = io.StringIO()
     figures = [item.name for item in fields(Fidelity)]
     head = ["name", "kv_dtype", "residual", "window", "undominated", "recommended", "window_reached"]

@@ -77,9 +77,9 @@ def sweep(
     chosen = read_corpus(text, corpus)
     if limit is not None and (tasks is None or limit < 1):
         raise UserError(f"--limit {limit} is the number of items of each of the --tasks, at least 1")
-    from lean.eval.sweep.plots import require_matplotlib
+    from lean.eval.pictures import require_matplotlib
 
-    require_matplotlib()
+    require_matplotlib("the report of a sweep")
     from lean.eval.sweep.page import write_report
     from lean.eval.sweep.run import run_sweep
     from lean.eval.sweep.table import judge, markdown, sweep_report

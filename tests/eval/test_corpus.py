@@ -1,4 +1,4 @@
-"""Texts are what their names say, and what is missing is said at once."""
+"""Texts to evaluate on match their names; a missing text is an error within seconds."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ def test_a_file_is_read_as_it_is(tmp_path):
     assert corpus.name == "a.txt"
 
 
-def test_what_is_no_text_is_refused_in_one_line(tmp_path):
+def test_files_without_text_are_refused_in_one_line(tmp_path):
     (tmp_path / "latin").write_bytes(b"caf\xe9 and more")
     (tmp_path / "blank").write_text(" \n")
     assert "not UTF-8" in refusal(load_text, tmp_path / "latin")
@@ -34,7 +34,7 @@ def test_what_is_no_text_is_refused_in_one_line(tmp_path):
     assert "python-docs" in refusal(load_corpus, "wiki")
 
 
-def test_wikitext_offline_says_what_to_give_within_five_seconds(tmp_path, monkeypatch):
+def test_wikitext_offline_fails_within_five_seconds_and_says_what_to_do(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setattr("lean.eval.corpus._HUB", ("127.0.0.1", 9))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)

@@ -1,4 +1,4 @@
-"""Fidelity by its formulas, in the right order, and blind to how the text was cut into chunks."""
+"""Fidelity follows its formulas, ranks formats correctly, and does not depend on the chunk size."""
 
 import pytest
 import torch
@@ -125,8 +125,8 @@ def test_greedy_answers_are_greedy_and_whole(exact):
 
 
 def test_constant_keys_cost_nothing_however_far_they_are_off(exact, reference, monkeypatch):
-    """N23, N03: one vector added to every stored key leaves softmax as it was, so the gate is the KLD of predictions
-    and never the error of the stored numbers: here by far the larger error is the harmless one."""
+    """One vector added to every stored key does not change the softmax. So the measure is the KLD of predictions, never
+    the error of the stored numbers: here the larger error is the harmless one."""
     write, errors = attention.kv_write, {}
 
     def moved(pool, key, value, slots):
@@ -149,7 +149,7 @@ def test_constant_keys_cost_nothing_however_far_they_are_off(exact, reference, m
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_enormous_key_biases_stay_close_in_eight_bits(tmp_path, kv_dtype):
-    """N03: two key channels of layer 0 times 500 take the scale; predictions move by less than 0.01 all the same."""
+    """Two key channels of layer 0, times 500, dominate the scale; still predictions change by less than 0.01."""
     from faults import outlier_keys
 
     llm = LLM(str(outlier_keys(tmp_path / "model")), EXACT)
@@ -159,7 +159,7 @@ def test_enormous_key_biases_stay_close_in_eight_bits(tmp_path, kv_dtype):
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 20.0])
 def test_scales_in_a_checkpoint_are_named_and_not_used(tmp_path, exact, reference, scale, caplog):
-    """N10: lean finds its own scales for every vector; tensors it does not know are named, never dropped quietly."""
+    """lean computes its own scale for every vector. Unknown tensors of a checkpoint are named in a warning."""
     folder = tiny_checkpoint(tmp_path / "model", "llama")
     weights = load_file(folder / "model.safetensors")
     for layer in range(3):

@@ -1,4 +1,4 @@
-"""report.html: complete, readable, and on its own."""
+"""report.html is complete, well-formed and self-contained."""
 
 import base64
 import csv
@@ -44,7 +44,7 @@ def judged():
 
 
 class Page(HTMLParser):
-    """Checks that what is opened is closed, and collects tags, text and addresses."""
+    """Checks that every opened tag is closed, and collects tags, text and addresses."""
 
     VOID = frozenset({"meta", "link", "img", "source", "br"})
 
@@ -109,7 +109,7 @@ def test_every_cell_has_a_row_with_its_figures(judged, page):
         assert all(text in words for text in row)
 
 
-def test_what_could_not_be_run_is_there_with_its_reason(judged, page):
+def test_configurations_that_cannot_run_are_listed_with_their_reason(judged, page):
     assert any(REASON in words and "int4, window 1,024" in words for words in page.words)
     assert f"not run: int4, window 1,024: {REASON}" in markdown(judged)
 
@@ -136,7 +136,7 @@ def test_tasks_have_columns_and_say_how_they_were_run():
 
 
 def test_names_are_text_and_not_markup(judged, page):
-    assert "tiny <b>&: what each saved byte costs" in page.words
+    assert "tiny <b>&: accuracy and speed of smaller KV caches" in page.words
     assert "b" not in page.tags
 
 

@@ -1,4 +1,4 @@
-"""Perplexity by its definition: every token once, what it may see, and transformers' figures."""
+"""Perplexity by its definition: every token scored once, from the tokens it may see, equal to transformers."""
 
 import math
 from itertools import pairwise
@@ -32,7 +32,7 @@ def score(llm, **options):
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 20), st.sampled_from(["first", "every", "none"]))
-def test_every_token_is_scored_once_from_what_it_may_see(count, context, stride, bos):
+def test_every_token_is_scored_once_from_the_tokens_it_may_see(count, context, stride, bos):
     context, stride = max(context, stride), min(context, stride)
     ids = list(range(100, 100 + count))
     scored = []
@@ -146,7 +146,7 @@ def test_quantized_caches_are_really_read(folder):
     assert 1e-6 < errors[0] < errors[1] < errors[2]
 
 
-def test_what_cannot_be_scored_is_said_in_one_line(folder):
+def test_impossible_numbers_are_refused_in_one_line(folder):
     llm = engine(folder, max_model_len=128)
     assert "context 200" in refusal(prepare, llm, TEXT, context=200)
     assert "stride 60 exceeds context 50" in refusal(prepare, llm, TEXT, context=50, stride=60)

@@ -98,7 +98,7 @@ def exact(source):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """The hub does not answer, at once."""
+    """A hub that fails at once."""
 
     def refuse(*args, **kwargs):
         raise OSError("no network")
@@ -106,7 +106,7 @@ def no_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: type("Session", (), {"head": refuse})())
 
 
-def test_local_tasks_give_what_the_hf_model_gives(exact, source, local_tasks, no_hub):
+def test_local_tasks_give_the_figures_of_the_hf_model(exact, source, local_tasks, no_hub):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -191,10 +191,10 @@ def test_unknown_tasks_are_named_before_anything_is_loaded(monkeypatch):
     assert "arc_easy" in refusal(check_tasks, ["arc_easyy"])
     assert "lm_eval ls tasks" in refusal(check_tasks, ["no such task"])
     assert "no task given" in refusal(check_tasks, [])
-    assert "no folder" in refusal(check_tasks, ["lean_cloze"], "nowhere")
+    assert "not a folder" in refusal(check_tasks, ["lean_cloze"], "nowhere")
 
 
-def test_data_out_of_reach_is_said_at_once_and_what_to_provide(local_tasks, no_hub, monkeypatch):
+def test_data_out_of_reach_is_reported_at_once_with_what_to_do(local_tasks, no_hub, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits to try again"))
     message = refusal(check_tasks, ["local_away"], local_tasks)
     for part in ("local_away", "nobody-at-all/nothing", "--include-path", "HF_HOME"):

@@ -1,1 +1,1 @@
-"""What `python -m lean.eval.bench_gpu` runs."""
+"""The parts of `python -m lean.eval.bench_gpu`."""

@@ -1,39 +1,26 @@
-"""One attention layer over a paged cache of any size, for ``lean.eval.bench_gpu``: what its kernels compute, and how
-fast."""
+"""One attention layer over a paged cache of any size, for ``lean.eval.bench_gpu``: its kernels' results and speed."""
 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from lean.eval.bench.shape import BLOCK_SIZE, Shape, layouts
 from lean.eval.bench.timing import COLD_BYTES, Timing, take_turns
 from lean.kernels import reference
 from lean.kernels.layout import KVLayout, blocks_for
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
-from lean.quant import parse_kv_dtype, raw_format
 
-BLOCK_SIZE = 32
 RESIDUAL, EXACT_SINKS = 64, 4  # the engine's defaults
-_PATTERN = 256  # blocks of random K and V, repeated over the pool: no kernel's speed depends on the numbers
+_PATTERN = 256  # blocks of random K and V, repeated over the pool: the speed of a kernel does not depend on the values
 Call = Callable[[], object]
 
 
-class Shape(NamedTuple):
-    """Of one attention layer."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        return f"{self.num_q_heads}/{self.num_kv_heads}x{self.head_dim}"
-
-
 def _filled(layout: KVLayout, count: int, dtype: torch.dtype, device: torch.device) -> LayerPool:
-    """``count`` blocks of random K and V behind a null block of NaN, which nobody may read."""
+    """``count`` blocks of random K and V behind a null block of NaN: a kernel that reads the null block gives NaN."""
     arena = torch.empty(count + 1, layout.nbytes, dtype=torch.uint8, device=device)
     arena[0] = 0xFF
     pool = LayerPool(arena, layout, 0)
@@ -50,8 +37,11 @@ def _filled(layout: KVLayout, count: int, dtype: torch.dtype, device: torch.devi
 
 @dataclass(frozen=True)
 class Layer:
-    """``len(tables)`` sequences of ``context`` tokens each. tables, exact_tables: int32 [sequences, blocks]; of the
-    exact pool, blocks that no residual and no sink needs are the null block, as in an engine."""
+    """``len(tables)`` sequences of ``context`` tokens each.
+
+    tables, exact_tables: int32 [sequences, blocks]. In ``exact_tables``, blocks outside the residual and the sinks are
+    the null block, as in an engine.
+    """
 
     shape: Shape
     context: int
@@ -64,13 +54,8 @@ class Layer:
     def random(
         cls, kv_dtype: str, shape: Shape, sequences: int, context: int, dtype: torch.dtype, device: torch.device
     ) -> "Layer":
-        k_format, v_format = parse_kv_dtype(kv_dtype)
-        heads, dim = shape.num_kv_heads, shape.head_dim
-        layout = KVLayout(k_format, v_format, heads, dim, dim, BLOCK_SIZE)
-        raw = raw_format(dtype)
-        exact_layout = replace(
-            layout, k_format=replace(raw, rotate=k_format.rotate), v_format=replace(raw, rotate=v_format.rotate)
-        )
+        """Sequences with random K and V, and block tables in random order."""
+        layout, exact_layout = layouts(kv_dtype, shape, dtype)
         blocks = blocks_for(context, BLOCK_SIZE)
         tables = 1 + torch.randperm(sequences * blocks, dtype=torch.int32, device=device).view(sequences, blocks)
         live = sorted({0, *range(max(0, blocks - 1 - blocks_for(RESIDUAL, BLOCK_SIZE)), blocks)})
@@ -83,7 +68,7 @@ class Layer:
         return cls(shape, context, pool, exact, tables, exact_tables)
 
     def call(self, rows: int, sequences: slice, residual: bool, dtype: torch.dtype, **rule: Any) -> Call:
-        """Attention of the last ``rows`` tokens of each of some sequences."""
+        """Attention of the last ``rows`` tokens of each sequence in the slice."""
         tables, device = self.tables[sequences], self.tables.device
         count = len(tables)
         query = torch.randn(count * rows, self.shape.num_q_heads, self.shape.head_dim, device=device).to(dtype)
@@ -96,13 +81,13 @@ class Layer:
         return partial(paged_attention, query, self.pool, tables, starts, lengths, scale=scale, **rule)
 
     def bytes_read(self, residual: bool) -> int:
-        """Bytes of K and V with scales that a decode step of one sequence needs."""
+        """Bytes of K and V, scales included, that a decode step of one sequence reads."""
         exact = min(self.context, RESIDUAL + EXACT_SINKS) if residual else 0
         return (self.context - exact) * self.pool.layout.bytes_per_token + exact * self.exact.layout.bytes_per_token
 
 
 def as_one(calls: Sequence[Call], device: torch.device) -> Call:
-    """One call that makes all of ``calls``: on a GPU a CUDA graph, so that their launches cost no host time."""
+    """One call that makes all of ``calls``: on a GPU a CUDA graph, so that launches cost no host time."""
     if device.type == "cpu":
         return lambda: [call() for call in calls]
     for call in calls:  # compiles
@@ -117,10 +102,12 @@ def as_one(calls: Sequence[Call], device: torch.device) -> Call:
 
 @torch.inference_mode()
 def worst_error(kv_dtype: str, shape: Shape, rule: str, context: int, device: torch.device) -> float:
-    """Largest difference of bf16 attention from float64 attention over the same cache, relative to the largest output;
-    infinite where `kv_write` left other bytes than the reference. Decodes and a prefill chunk in one step.
+    """Largest difference of bf16 attention from float64 attention over the same cache, relative to the largest output.
 
-    rule: ``plain``, ``residual``, or ``everything``: with window, sinks, soft cap and sink logits too.
+    One step holds two decodes and a prefill chunk. The result is infinite where `kv_write` and the reference wrote
+    different bytes.
+
+    rule: ``plain``, ``residual``, or ``everything``: residual, window, sinks, soft cap and sink logits.
     """
     torch.manual_seed(0)
     dtype, rows = torch.bfloat16, 9
@@ -146,9 +133,9 @@ def worst_error(kv_dtype: str, shape: Shape, rule: str, context: int, device: to
     lengths = torch.tensor([context, 1, context], dtype=torch.int32, device=device)
 
     def attend(dtype: torch.dtype) -> torch.Tensor:
-        own = {name: x.to(dtype) if name == "query_sink" else x for name, x in extra.items()}
+        options = {name: x.to(dtype) if name == "query_sink" else x for name, x in extra.items()}
         scale = shape.head_dim**-0.5
-        return paged_attention(query.to(dtype), layer.pool, layer.tables, starts, lengths, scale=scale, **own)
+        return paged_attention(query.to(dtype), layer.pool, layer.tables, starts, lengths, scale=scale, **options)
 
     found = attend(dtype)
     with warnings.catch_warnings():
@@ -159,8 +146,10 @@ def worst_error(kv_dtype: str, shape: Shape, rule: str, context: int, device: to
 
 
 def _sdpa(layer: Layer, rows: int, batch: int, copies: int) -> list[Call]:
-    """torch's attention over bf16 K and V of the same size; the query heads of a KV head are rows of one product in
-    decode, which then reads K and V once."""
+    """torch's attention over bf16 K and V of the same size.
+
+    In decode, the query heads of one KV head are rows of one product, so that K and V are read once.
+    """
     (num_q_heads, num_kv_heads, dim), device = layer.shape, layer.tables.device
     group, attend = num_q_heads // num_kv_heads, torch.nn.functional.scaled_dot_product_attention
 
@@ -180,20 +169,23 @@ def _sdpa(layer: Layer, rows: int, batch: int, copies: int) -> list[Call]:
 def decode_times(
     kv_dtype: str, shape: Shape, batch: int, context: int, device: torch.device, rounds: int
 ) -> dict[str, tuple[Timing, int]]:
-    """Time of a decode step of ``batch`` sequences, and bytes it must read, of a format (with ``+R``, the residual),
-    lean's bf16 and, beside bf16, torch's attention. They take turns, each through copies beyond the L2 cache."""
+    """Time of a decode step of ``batch`` sequences, and the bytes it reads, by contender.
+
+    Contenders: the format, the format with residual (``+R``) and lean's bf16; with bf16 also torch's attention. They
+    take turns; the copies of each are larger than the L2 cache.
+    """
     dtype, calls, nbytes = torch.bfloat16, {}, {}
     for name in dict.fromkeys(("bf16", kv_dtype)):
         bytes_each = batch * context * 2 * shape.num_kv_heads * shape.head_dim
         copies = max(1, -(-COLD_BYTES // bytes_each)) if device.type != "cpu" else 1
         layer = Layer.random(name, shape, copies * batch, context, dtype, device)
         for residual in (False, True) if name != "bf16" else (False,):
-            own = [layer.call(1, slice(i * batch, (i + 1) * batch), residual, dtype) for i in range(copies)]
+            steps = [layer.call(1, slice(i * batch, (i + 1) * batch), residual, dtype) for i in range(copies)]
             label = name + "+R" * residual
-            calls[label], nbytes[label] = (own, copies), batch * layer.bytes_read(residual)
+            calls[label], nbytes[label] = (steps, copies), batch * layer.bytes_read(residual)
         if kv_dtype == "bf16":
             calls["torch SDPA"], nbytes["torch SDPA"] = (_sdpa(layer, 1, batch, copies), copies), nbytes["bf16"]
-    timings = take_turns({name: as_one(own, device) for name, (own, _) in calls.items()}, rounds)
+    timings = take_turns({name: as_one(steps, device) for name, (steps, _) in calls.items()}, rounds)
     return {
         name: (replace(timing, median=timing.median / calls[name][1]), nbytes[name]) for name, timing in timings.items()
     }
@@ -203,8 +195,11 @@ def decode_times(
 def prefill_times(
     kv_dtype: str, shape: Shape, rows: int, context: int, device: torch.device, rounds: int
 ) -> tuple[dict[str, Timing], float]:
-    """Time of the last ``rows`` rows of a sequence over ``context`` tokens, of a format with its residual and, where
-    the chunk is the whole sequence, of torch's attention; floating-point operations of the products."""
+    """(time by contender, floating-point operations of the products) of the last ``rows`` rows of a sequence.
+
+    Contenders: the format, with residual where it is quantized; with bf16 and a chunk that is the whole sequence also
+    torch's attention.
+    """
     layer = Layer.random(kv_dtype, shape, 1, context, torch.bfloat16, device)
     quantized = layer.pool.layout.k_format.quantized
     calls = {kv_dtype + "+R" * quantized: [layer.call(rows, slice(0, 1), quantized, torch.bfloat16)]}
@@ -212,4 +207,4 @@ def prefill_times(
         calls["torch SDPA"] = _sdpa(layer, rows, 1, 1)
     keys = rows * context - rows * (rows - 1) // 2
     flop = 4.0 * shape.num_q_heads * shape.head_dim * keys
-    return take_turns({name: as_one(own, device) for name, own in calls.items()}, rounds), flop
+    return take_turns({name: as_one(steps, device) for name, steps in calls.items()}, rounds), flop

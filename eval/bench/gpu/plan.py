@@ -1,24 +1,24 @@
-"""What ``lean.eval.bench_gpu`` runs, the figures it gives, and what is aimed at."""
+"""Plan of ``lean.eval.bench_gpu``: its cases, its figures and its targets."""
 
 from dataclasses import dataclass
 
-from lean.eval.bench.gpu.layers import Shape
+from lean.eval.bench.shape import Shape
 
 FORMATS = ("bf16", "int8", "fp8", "int4", "k8v4")
 # Llama-3-8B, Qwen2.5-7B, Gemma-2-9B, SmolLM2-135M.
 SHAPES = (Shape(32, 8, 128), Shape(28, 4, 128), Shape(16, 8, 256), Shape(9, 3, 64))
 ODD_SHAPES = (Shape(5, 1, 96), Shape(6, 2, 192), Shape(16, 2, 64))
-TOLERANCE = 6e-3  # of bf16 outputs, relative to the largest: they are rounded to 2^-9, the query to as much
-# Decode speed of a format over bf16 that is aimed at from batch 8 and 32k tokens on, and bf16's share of the copy.
+TOLERANCE = 6e-3  # error of bf16 outputs, relative to the largest: outputs and query are both rounded to 2^-9
+# Targets from batch 8 and 32k tokens on: decode speed of a format over bf16; for bf16 its share of the copy bandwidth.
 TARGETS = {"bf16": 0.8, "int8": 1.75, "fp8": 1.75, "k8v4": 2.1, "int4": 2.6}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line. speedup: of decode over lean's bf16, of prefill over lean's bf16, of a model over the eager one.
+    """One line of the output.
 
-    ``value`` in ``unit``: ``error`` relative to the largest output, ``of copy`` bytes read per second as a share of
-    those a copy moves, ``TFLOP/s``, ``tokens/s``.
+    ``value`` in ``unit``: ``error`` relative to the largest output; ``of copy``, bytes read per second as a share of
+    the copy bandwidth; ``TFLOP/s``; ``tokens/s``. speedup: over lean's bf16; of a model: over eager execution.
     """
 
     part: str
@@ -34,8 +34,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run. context: of the correctness; decodes: (context, batch), the most important ones first; prefills:
-    (rows, context); model: its layers, hidden size, heads, KV heads, vocabulary, context; seconds: of each part."""
+    """The cases of a run, the most important first.
+
+    context: tokens in the correctness part. decodes: (context, batch). prefills: (rows, context). model: layers, hidden
+    size, heads, KV heads, vocabulary, context. rounds: of timing. seconds: most time for each part.
+    """
 
     shapes: tuple[Shape, ...]
     odd_shapes: tuple[Shape, ...]
@@ -74,26 +77,28 @@ TOY = Plan(
 
 
 def missed(figures: list[Figure]) -> list[str]:
-    """What falls short of the tolerance and of the targets, one line each."""
+    """The figures that miss the tolerance or a target, one line each."""
     lines = []
     times = {(f.shape, f.batch, f.context, f.variant): f.ms for f in figures if f.part == "decode"}
     for f in figures:
         where = f"{f.part} {f.variant} {f.shape} batch {f.batch} context {f.context}"
         if f.part == "correctness" and not f.value <= TOLERANCE:
-            lines.append(f"{where}: error {f.value:.2g}, at most {TOLERANCE:g} is right")
+            lines.append(f"{where}: error {f.value:.2g}, tolerance {TOLERANCE:g}")
         if f.part != "decode" or f.context < 32768 or f.batch < 8 or f.variant == "torch SDPA":
             continue
         fmt, _, residual = f.variant.partition("+")
         figure = f.value if fmt == "bf16" else f.speedup or 0.0
         if not residual and figure < TARGETS[fmt]:
-            lines.append(f"{where}: {figure:.2f} of {'the copy' if fmt == 'bf16' else 'bf16'}, aimed at {TARGETS[fmt]}")
+            unit = "of the copy bandwidth" if fmt == "bf16" else "times bf16"
+            lines.append(f"{where}: {figure:.2f} {unit}, target {TARGETS[fmt]}")
         plain = times.get((f.shape, f.batch, f.context, fmt))
         if residual and plain and f.ms and f.ms > 1.1 * plain:
-            lines.append(f"{where}: the residual costs {f.ms / plain - 1:.0%}, aimed at 10%")
+            lines.append(f"{where}: the residual adds {f.ms / plain - 1:.0%} time, target at most 10%")
     return lines
 
 
 def line(f: Figure) -> str:
+    """A figure as it is printed."""
     ms = "" if f.ms is None else f"{f.ms:.3f} ms"
     speedup = "" if f.speedup is None else f"{f.speedup:.2f}x"
     case = f"{f.part:11} {f.variant:18} {f.shape:9} {f.batch:3} {f.context:7,}"
