@@ -4,6 +4,7 @@ Both rules exist only here: the cache, the block accounting and every kernel imp
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lean.quant.formats import KVFormat
 
@@ -33,19 +34,24 @@ class KVLayout:
     def _rows(self) -> int:
         return self.num_kv_heads * self.block_size
 
-    @property
+    @cached_property
     def k_scales_offset(self) -> int:
         return align(self._rows * self.k_format.code_bytes(self.k_dim))
 
-    @property
+    @cached_property
     def v_codes_offset(self) -> int:
         return self.k_scales_offset + align(self._rows * self.k_format.scale_bytes(self.k_dim))
 
-    @property
+    @cached_property
     def v_scales_offset(self) -> int:
         return self.v_codes_offset + align(self._rows * self.v_format.code_bytes(self.v_dim))
 
-    @property
+    @cached_property
+    def offsets(self) -> tuple[int, int, int, int]:
+        """Byte offsets of the four parts: K codes, K scales, V codes, V scales."""
+        return 0, self.k_scales_offset, self.v_codes_offset, self.v_scales_offset
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of this layer in one block, padding included."""
         return self.v_scales_offset + align(self._rows * self.v_format.scale_bytes(self.v_dim))

@@ -4,6 +4,7 @@ The ops take a pool's one uint8 arena, a byte offset and format numbers, so that
 tensor and no typed views. The torch reference serves every device that has no faster back end.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from lean.kernels import reference
+from lean.kernels.call import CALLS, AttentionCall, from_arguments
 from lean.kernels.cpu import binding as cpu
 from lean.kernels.layout import ALIGNMENT, BLOCK_SIZES, KVLayout
 
@@ -35,37 +37,37 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _on_gpu(name: str) -> Callable[..., Any]:
+def _on_gpu(name: str) -> Callable[[Any], Any]:
     """The op ``name`` on CUDA and HIP; Triton is imported when the first tensor arrives."""
 
-    def call(*args: Any) -> Any:
+    def serve(call: Any) -> Any:
         if reference.is_wanted() or not _has_triton():
-            return getattr(reference, name)(*args)
+            return getattr(reference, name)(call)
         from lean.kernels.triton import backend
 
-        return getattr(backend, name)(*args)
+        return getattr(backend, name)(call)
 
-    return call
+    return serve
 
 
-for _name in ("kv_write", "paged_attention"):
-    _LIBRARY.impl(_name, _on_gpu(_name), "CUDA")
-_LIBRARY.impl("kv_write", reference.kv_write, "CompositeExplicitAutograd")
-_LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
-_LIBRARY.impl("kv_write", cpu.kv_write, "CPU")
-_LIBRARY.impl("paged_attention", cpu.paged_attention, "CPU")
+for _name in CALLS:
+    for _key, _serve in (
+        ("CUDA", _on_gpu(_name)),
+        ("CompositeExplicitAutograd", getattr(reference, _name)),
+        ("CPU", getattr(cpu, _name)),
+    ):
+        _LIBRARY.impl(_name, from_arguments(_name, _serve), _key)
 
 
 @torch.library.register_fake("lean::kv_write")
-def _(arena: torch.Tensor, *args: Any) -> None:
+def _(*args: Any) -> None:
     return None
 
 
 @torch.library.register_fake("lean::paged_attention")
-def _(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    names = [argument.name for argument in torch.ops.lean.paged_attention.default._schema.arguments]
-    v_dim = {**dict(zip(names[1:], args)), **kwargs}["v_dim"]
-    return query.new_empty(query.shape[0], query.shape[1], v_dim)
+def _(*args: Any) -> torch.Tensor:
+    call = AttentionCall._make(args)
+    return call.query.new_empty(*call.query.shape[:2], call.v_dim)
 
 
 def backend(device: torch.device) -> str:
@@ -129,11 +131,12 @@ def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mappi
         key: [num_tokens, num_kv_heads, k_dim], after RoPE. value: [num_tokens, num_kv_heads, v_dim].
         slot_mapping: int64 [num_tokens], block id x block_size + slot; negative entries are padding.
     """
-    layout = pool.layout
-    if key.shape[1:] != (layout.num_kv_heads, layout.k_dim) or value.shape[1:] != (layout.num_kv_heads, layout.v_dim):
-        raise ValueError(f"key {tuple(key.shape)} / value {tuple(value.shape)} do not fit {layout}")
-    if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
-        raise ValueError(f"{key.shape[0]} keys, {value.shape[0]} values, {slot_mapping.shape[0]} slots")
+    layout, num_tokens = pool.layout, slot_mapping.shape[0]
+    heads = layout.num_kv_heads
+    if key.shape != (num_tokens, heads, layout.k_dim) or value.shape != (num_tokens, heads, layout.v_dim):
+        if key.shape[1:] != (heads, layout.k_dim) or value.shape[1:] != (heads, layout.v_dim):
+            raise ValueError(f"key {tuple(key.shape)} / value {tuple(value.shape)} do not fit {layout}")
+        raise ValueError(f"{key.shape[0]} keys, {value.shape[0]} values, {num_tokens} slots")
     torch.ops.lean.kv_write(
         pool.arena,
         key,
@@ -182,7 +185,8 @@ def paged_attention(
         [num_tokens, num_q_heads, v_dim] in the query's dtype; rows beyond query_start_loc[-1] are zeros.
     """
     layout, num_seqs = pool.layout, seq_lens.shape[0]
-    if query.dim() != 3 or query.shape[2] != layout.k_dim or query.shape[1] % layout.num_kv_heads:
+    shape = query.shape
+    if len(shape) != 3 or shape[2] != layout.k_dim or shape[1] % layout.num_kv_heads:
         raise ValueError(f"query {tuple(query.shape)} does not fit {layout}")
     if query_start_loc.shape[0] != num_seqs + 1 or block_tables.shape[0] != num_seqs:
         raise ValueError("query_start_loc, seq_lens and block_tables disagree about the number of sequences")
@@ -190,7 +194,7 @@ def paged_attention(
         raise ValueError(f"block_tables must hold integers, not {block_tables.dtype}")
     if min(window, num_sink_tokens, residual_length, num_exact_sinks) < 0:
         raise ValueError("window, num_sink_tokens, residual_length and num_exact_sinks must not be negative")
-    if not 0 <= softcap < float("inf"):
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and at least 0, got {softcap}")
     if num_sink_tokens and not window:
         raise ValueError("num_sink_tokens needs a window; full attention sees every key anyway")
@@ -205,9 +209,9 @@ def paged_attention(
             )
         if exact_block_tables.shape[0] != num_seqs:
             raise ValueError("exact_block_tables and seq_lens disagree about the number of sequences")
-    if query_sink is not None and query_sink.shape != query.shape:
+    if query_sink is not None and query_sink.shape != shape:
         raise ValueError(f"query_sink {tuple(query_sink.shape)} is not shaped like query {tuple(query.shape)}")
-    if sink_logits is not None and sink_logits.shape != (query.shape[1],):
+    if sink_logits is not None and sink_logits.shape != (shape[1],):
         raise ValueError(f"sink_logits {tuple(sink_logits.shape)} must be [{query.shape[1]}]")
     return torch.ops.lean.paged_attention(
         query,

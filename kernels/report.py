@@ -22,6 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from lean.kernels.call import AttentionCall, WriteCall
 from lean.kernels.layout import KVLayout
 from lean.kernels.triton.launch import Launch, plan_kv_write, plan_paged_attention
 from lean.kernels.triton.parameters import Target
@@ -133,38 +134,36 @@ def plan(variant: Variant) -> tuple[Launch, KVLayout]:
         if variant.kernel == "kv_write":
             x = torch.empty(rows, NUM_KV_HEADS, dim, dtype=dtype)
             slots = torch.empty(rows, dtype=torch.int64)
-            launches = plan_kv_write(
-                arena, x, x, slots, layout.nbytes, BLOCK_SIZE, k_format.code, v_format.code, target=variant.target_tuple
-            )
-            return launches[0], layout
+            call = WriteCall(arena, x, x, slots, layout.nbytes, BLOCK_SIZE, k_format.code, v_format.code)
+            return plan_kv_write(call, variant.target_tuple)[0], layout
         tables = torch.empty(NUM_SEQS, 1024, dtype=torch.int32)
-        _, launches = plan_paged_attention(
-            torch.empty(rows, NUM_KV_HEADS * GROUP, dim, dtype=dtype),
-            None,
-            arena,
-            tables,
-            exact_arena if residual else None,
-            tables if residual else None,
-            torch.empty(NUM_SEQS + 1, dtype=torch.int32),
-            torch.empty(NUM_SEQS, dtype=torch.int32),
-            None,
-            layout.nbytes,
-            exact.nbytes,
-            BLOCK_SIZE,
-            NUM_KV_HEADS,
-            dim,
-            k_format.code,
-            v_format.code,
-            exact_formats[0].code,
-            exact_formats[1].code,
-            dim**-0.5,
-            0.0,
-            0,
-            0,
-            residual,
-            SINKS if residual else 0,
-            target=variant.target_tuple,
+        attention = AttentionCall(
+            query=torch.empty(rows, NUM_KV_HEADS * GROUP, dim, dtype=dtype),
+            query_sink=None,
+            arena=arena,
+            block_tables=tables,
+            exact_arena=exact_arena if residual else None,
+            exact_block_tables=tables if residual else None,
+            query_start_loc=torch.empty(NUM_SEQS + 1, dtype=torch.int32),
+            seq_lens=torch.empty(NUM_SEQS, dtype=torch.int32),
+            sink_logits=None,
+            layer_offset=layout.nbytes,
+            exact_layer_offset=exact.nbytes,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=NUM_KV_HEADS,
+            v_dim=dim,
+            k_format=k_format.code,
+            v_format=v_format.code,
+            exact_k_format=(exact if residual else layout).k_format.code,
+            exact_v_format=(exact if residual else layout).v_format.code,
+            scale=dim**-0.5,
+            softcap=0.0,
+            window=0,
+            num_sink_tokens=0,
+            residual_length=residual,
+            num_exact_sinks=SINKS if residual else 0,
         )
+        _, launches = plan_paged_attention(attention, variant.target_tuple)
     return next(launch for launch in launches if launch.kernel.__name__ == variant.kernel), layout
 
 

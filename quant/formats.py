@@ -47,7 +47,13 @@ class KVFormat:
 
     @staticmethod
     def from_code(code: int) -> "KVFormat":
+        """The format that `code` numbers."""
         return _BY_CODE[code]
+
+    @staticmethod
+    def codes() -> range:
+        """All numbers that `from_code` takes."""
+        return range(len(_BY_CODE))
 
     @property
     def max_code(self) -> float:

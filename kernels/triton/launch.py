@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lean.kernels.call import AttentionCall, WriteCall
 from lean.kernels.layout import KVLayout
 from lean.kernels.triton.common import FORMAT_CODES
 from lean.kernels.triton.decode import decode, merge
@@ -98,22 +99,12 @@ def _formats(layout: KVLayout, target: Target, query_dtype: torch.dtype) -> tupl
     )
 
 
-def plan_kv_write(
-    arena: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    layer_offset: int,
-    block_size: int,
-    k_format: int,
-    v_format: int,
-    *,
-    target: Target,
-) -> list[Launch]:
-    k, v = KVFormat.from_code(k_format), KVFormat.from_code(v_format)
+def plan_kv_write(call: WriteCall, target: Target) -> list[Launch]:
+    arena, key, value, slot_mapping, layer_offset, block_size, _, _ = call
     num_tokens, num_kv_heads, k_dim = key.shape
     v_dim = value.shape[2]
-    layout = KVLayout(k, v, num_kv_heads, k_dim, v_dim, block_size)
+    layout = call.layout
+    k, v = layout.k_format, layout.v_format
     num_vectors = num_tokens * num_kv_heads
     if not num_vectors:
         return []
@@ -156,49 +147,21 @@ def plan_kv_write(
     ]
 
 
-def plan_paged_attention(
-    query: torch.Tensor,
-    query_sink: torch.Tensor | None,
-    arena: torch.Tensor,
-    block_tables: torch.Tensor,
-    exact_arena: torch.Tensor | None,
-    exact_block_tables: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sink_logits: torch.Tensor | None,
-    layer_offset: int,
-    exact_layer_offset: int,
-    block_size: int,
-    num_kv_heads: int,
-    v_dim: int,
-    k_format: int,
-    v_format: int,
-    exact_k_format: int,
-    exact_v_format: int,
-    scale: float,
-    softcap: float,
-    window: int,
-    num_sink_tokens: int,
-    residual_length: int,
-    num_exact_sinks: int,
-    *,
-    target: Target,
-) -> tuple[torch.Tensor, list[Launch]]:
+def plan_paged_attention(call: AttentionCall, target: Target) -> tuple[torch.Tensor, list[Launch]]:
     """The output, and the launches that fill it.
 
     Sequences of one row go through `decode`, the others through `prefill`; where there can be no others, every row is
     a program of `decode`, rows of no sequence included.
     """
+    (
+        query, query_sink, arena, block_tables, exact_arena, exact_block_tables, query_start_loc, seq_lens, sink_logits,
+        layer_offset, exact_layer_offset, block_size, num_kv_heads, v_dim, _, _, _, _, scale, softcap, window,
+        num_sink_tokens, residual_length, num_exact_sinks,
+    ) = call  # fmt: skip
     num_rows, num_q_heads, k_dim = query.shape
     num_seqs = seq_lens.shape[0]
     group = num_q_heads // num_kv_heads
-    layout = KVLayout(
-        KVFormat.from_code(k_format), KVFormat.from_code(v_format), num_kv_heads, k_dim, v_dim, block_size
-    )
-    exact_layout = layout
-    if exact_arena is not None:
-        formats = KVFormat.from_code(exact_k_format), KVFormat.from_code(exact_v_format)
-        exact_layout = KVLayout(*formats, num_kv_heads, k_dim, v_dim, block_size)
+    layout, exact_layout = call.layout, call.exact_layout
     if not num_rows or not num_seqs:
         return query.new_zeros(num_rows, num_q_heads, v_dim), []
     query = _contiguous_dims(query)

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from triton_interpreter import TARGET, launch, parameters, triton_kernels
 
 from lean.engine import deterministic as products
+from lean.kernels.call import AttentionCall, WriteCall
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
 from lean.kernels.triton import common
@@ -301,11 +302,11 @@ def test_a_launch_depends_on_shapes_alone() -> None:
             query = torch.empty(rows, 6, 64, dtype=torch.bfloat16)
             codes = [fmt.code for x in (layout, exact) for fmt in (x.k_format, x.v_format)]
             lengths = torch.empty(5, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
-            out, launches = launch.plan_paged_attention(
+            call = AttentionCall(
                 query, query, arena, tables, exact_arena, tables, *lengths, None,
                 0, 0, 16, 2, 64, *codes, 0.125, 0.0, 70, 4, 16, 4,
-                target=TARGET,
             )  # fmt: skip
+            out, launches = launch.plan_paged_attention(call, TARGET)
             assert out.shape == query.shape
             assert [planned.kernel.__name__ for planned in launches] == [
                 "decode",
@@ -328,11 +329,12 @@ def test_what_changes_from_step_to_step_compiles_no_kernel_again() -> None:
             x, slots = torch.empty(rows, 2, 64, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
             tables, query = torch.empty(seqs, blocks, dtype=torch.int32), torch.empty(rows, 6, 64, dtype=torch.bfloat16)
             lengths = torch.empty(seqs + 1, dtype=torch.int32), torch.empty(seqs, dtype=torch.int32)
-            _, launches = launch.plan_paged_attention(
+            call = AttentionCall(
                 query, None, arena, tables, exact_arena, tables, *lengths, None,
-                0, 0, 16, 2, 64, *codes, 0.125, 0.0, 0, 0, 64, 4, target=TARGET,
+                0, 0, 16, 2, 64, *codes, 0.125, 0.0, 0, 0, 64, 4,
             )  # fmt: skip
-            launches += launch.plan_kv_write(arena, x, x, slots, 0, 16, *codes[:2], target=TARGET)
+            _, launches = launch.plan_paged_attention(call, TARGET)
+            launches += launch.plan_kv_write(WriteCall(arena, x, x, slots, 0, 16, *codes[:2]), TARGET)
         for planned in launches:
             assert planned.kernel.kwargs["do_not_specialize"] == common.OF_STEP
             key = tuple(
