@@ -1,4 +1,6 @@
-"""The two attention ops in plain torch: the specification every other backend is held against.
+"""The two ops in plain torch: they serve where no faster back end does, and every other back end is held to them.
+
+The formula itself is in `lean.kernels.naive`; here attention is computed in bounded memory, tile by tile.
 
 Row-invariant: keys are visited in tiles that start at multiples of KEY_TILE, and every product has a fixed shape of
 ROW_TILE rows. So neither the chunk, nor the batch, nor a neighbour's length changes the order in which the numbers of a
@@ -96,12 +98,15 @@ def kv_write(call: WriteCall) -> None:
 
 
 def read_slots(
-    arena: torch.Tensor, layout: KVLayout, offset: int, slots: torch.Tensor
+    arena: torch.Tensor, layout: KVLayout, offset: int, slots: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [slots, kv_heads, k_dim] and V, float32 in the stored basis, of single slots: for looking, not for speed."""
+    """K [slots, kv_heads, k_dim] and V of single slots, in ``dtype`` (float32 or float64) and in the stored basis.
+
+    It serves inspection and tests, and is not fast.
+    """
     block, slot = slots // layout.block_size, slots % layout.block_size
     k_codes, k_scales, v_codes, v_scales = (part[block, :, slot] for part in _parts(arena, layout, offset))
-    return decode(k_codes, k_scales, layout.k_format), decode(v_codes, v_scales, layout.v_format)
+    return decode(k_codes, k_scales, layout.k_format, dtype), decode(v_codes, v_scales, layout.v_format, dtype)
 
 
 class _Source(NamedTuple):
