@@ -9,8 +9,10 @@ import torch
 
 from lean.kernels import reference
 from lean.kernels.call import AttentionCall, WriteCall
-from lean.kernels.triton.launch import plan_kv_write, plan_paged_attention, unsupported
+from lean.kernels.triton.launch import unsupported
 from lean.kernels.triton.parameters import Target
+from lean.kernels.triton.plan_attention import plan_paged_attention
+from lean.kernels.triton.plan_kv_write import plan_kv_write
 
 
 @cache
@@ -30,7 +32,7 @@ def _on(device: torch.device) -> AbstractContextManager:
 
 @cache
 def _refused(*case: Any) -> bool:
-    """Whether the torch reference must serve; says so once for every case."""
+    """Whether the torch reference must serve. It warns once for every case."""
     reason = unsupported(*case)
     if reason:
         warnings.warn(f"{reason}: the torch reference serves these layers", stacklevel=2)

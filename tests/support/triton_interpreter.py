@@ -30,7 +30,7 @@ _compiled = _kernel_modules()
 for _name in _compiled:
     del sys.modules[_name]
 with patch.dict(os.environ, TRITON_INTERPRET="1"):
-    from lean.kernels.triton import launch, parameters
+    from lean.kernels.triton import parameters, plan_attention, plan_kv_write
 for _name in _kernel_modules():
     del sys.modules[_name]
 sys.modules.update(_compiled)
@@ -43,14 +43,14 @@ TARGET = parameters.Target("interpreter", 0)
 
 
 def _kv_write(*args: Any) -> None:
-    for planned in launch.plan_kv_write(WriteCall(*args), TARGET):
+    for planned in plan_kv_write.plan_kv_write(WriteCall(*args), TARGET):
         planned.run()
 
 
 def _attention(apart: bool):
     def call(*args: Any) -> torch.Tensor:
         arguments = AttentionCall(*args)
-        out, launches = launch.plan_paged_attention(rows_apart(arguments) if apart else arguments, TARGET)
+        out, launches = plan_attention.plan_paged_attention(rows_apart(arguments) if apart else arguments, TARGET)
         for planned in launches:  # what kernels leave unwritten is poison
             for name in {"parts", "sums"} & planned.arguments.keys():
                 planned.arguments[name].fill_(torch.nan)
