@@ -13,7 +13,7 @@ from lean.quant.codecs import raw_format
 from lean.quant.formats import parse_kv_dtype
 
 _HEADS, _GROUP, _DIM, _BLOCK = 2, 3, 64, 32
-_LENGTHS = (1, 33, 180)  # of sequences: the last one brings a prompt, the others a token each
+_LENGTHS = (1, 33, 180)  # of sequences: the last one brings a chunk of a prompt, the others a token each
 _PROMPT = 40
 _RULE: dict[str, Any] = {"window": 100, "num_sink_tokens": 4, "residual_length": 20, "num_exact_sinks": 4}
 
@@ -36,7 +36,7 @@ def worst_error(device: torch.device, kv_dtype: str, dtype: torch.dtype) -> floa
     """Largest difference of attention's outputs from the reference's, over the largest output; infinite where bytes
     that ``kv_write`` leaves differ, or anything is not finite.
 
-    Decodes and a prefill chunk together, with a window, sinks and a residual, over a permuted block table.
+    One step decodes two sequences and prefills a chunk, with a window, sinks, a residual and permuted block tables.
     """
     random = _Random(device, dtype)
     k_format, v_format = parse_kv_dtype(kv_dtype)

@@ -1,7 +1,8 @@
-"""The two ops of lean: `kv_write` and `paged_attention`. Wrappers check, back ends trust.
+"""The two ops of lean: `kv_write` and `paged_attention`. The wrappers check the arguments, the back ends rely on them.
 
 The ops take a pool's one uint8 arena, a byte offset and format numbers, so that ``torch.compile`` sees a single mutated
-tensor and no typed views. The torch reference serves every device that has no faster back end.
+tensor and no typed views. Each back end takes the arguments as one value (`lean.kernels.call`). The torch reference
+serves every device that has no faster back end.
 """
 
 import math
@@ -92,9 +93,9 @@ class LayerPool:
         arena: uint8 [num_blocks, block_bytes]; block 0 is the null block.
         layout: the layer's part of a block.
         offset: where in a block that part starts, in bytes.
-        codes: K's and V's format as numbers, and
-        frame: what two pools that serve one query have in common: KV heads, dims, block size, rotations. Both are read
-            in every layer of every step, and so made once.
+        codes: K's and V's format as numbers (`KVFormat.code`).
+        frame: KV heads, dims, block size and rotations, which two pools that serve one query must have in common.
+            Like ``codes`` it is read in every layer of every step, and so made once.
     """
 
     arena: torch.Tensor
@@ -169,8 +170,8 @@ def paged_attention(
     """Causal attention of packed query rows over the paged cache; their own K/V must be written already.
 
     The row at position i of a sequence sees keys j <= i with i - j < window (all with window 0) or j < num_sink_tokens.
-    With a residual it reads keys with i - j < residual_length or j < num_exact_sinks from the exact pool: sink tokens
-    (visible beyond the window) and exact sinks (read exact while visible) are two rules, and sink_logits a third thing.
+    With a residual it reads keys with i - j < residual_length or j < num_exact_sinks from the exact pool. Sink tokens
+    are visible beyond the window; exact sinks are read exact while they are visible; sink_logits are neither.
 
     Args:
         query: [num_tokens, num_q_heads, k_dim], after RoPE; query head h uses KV head h // group.
@@ -178,7 +179,7 @@ def paged_attention(
         query_start_loc: int32 [num_seqs + 1]; rows query_start_loc[s] .. query_start_loc[s + 1] belong to sequence s.
         seq_lens: int32 [num_seqs], tokens in the cache, this step's included.
         scale: multiplies the scores. softcap: scores become softcap * tanh(score / softcap); 0 is off.
-        query_sink: like query, turned back by `layout.sink_shift`; used for the sink keys. None: the query itself.
+        query_sink: like query, rotated back by `layout.sink_shift`; used for the sink keys. None: the query itself.
         sink_logits: [num_q_heads], one more logit per head that takes probability and gives no value (gpt-oss).
 
     Returns:

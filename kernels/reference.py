@@ -5,10 +5,10 @@ The formula itself is in `lean.kernels.naive`; here attention is computed in bou
 Row-invariant: keys are visited in tiles that start at multiples of KEY_TILE, and every product has a fixed shape of
 ROW_TILE rows. So neither the chunk, nor the batch, nor a neighbour's length changes the order in which the numbers of a
 row are added, as long as the BLAS treats the rows of one shape alike, which the tests check. A tile that a row does not
-see leaves its state as it was, to the bit. (One exception: a non-finite V also reaches the rows before it in its own
-chunk; such a request is stopped anyway.)
+see leaves its state unchanged to the bit. (One exception: a non-finite V also reaches the rows before it in its chunk;
+the engine stops such a request anyway.)
 
-Memory: one call needs, beside its output and the rotated query, at most `workspace_bytes`, whatever the context.
+Memory: beside its output and the rotated query one call needs at most `workspace_bytes`, at any context length.
 """
 
 import os
@@ -123,7 +123,7 @@ class _Source(NamedTuple):
         return torch.nn.functional.pad(ids, (0, count - ids.shape[1]))
 
     def load_k(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """K [seqs, kv_heads, KEY_TILE, k_dim], decoded, in the stored basis; the caller masks what nobody wrote."""
+        """K [seqs, kv_heads, KEY_TILE, k_dim], decoded, in the stored basis; the caller masks unwritten slots."""
         codes, scales = (_gather(part, blocks) for part in self.parts[:2])
         return decode(codes, scales, self.layout.k_format, dtype)
 
@@ -132,7 +132,7 @@ class _Source(NamedTuple):
         is True."""
         codes, scales = (_gather(part, blocks) for part in self.parts[2:])
         if seen is not None:
-            # 0 x NaN is NaN: V of slots that no row sees is whatever lies there. Bits 0 are 0 in every format.
+            # Slots that no row sees may hold NaN, and 0 x NaN is NaN. Bits 0 are 0 in every format.
             bits = seen.flatten(1, 2).any(1).to(torch.uint8).neg_()[:, None, :, None]
             codes &= bits
             scales.view(torch.uint8).bitwise_and_(bits)
@@ -156,8 +156,8 @@ def _gather(part: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 def _row_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [seqs, heads, tiles, ROW_TILE, K] times b [seqs, heads, K, N], one fixed-shape product per head and tile.
 
-    Columns are padded to whole vectors: MKL adds the rest of a row in another order when it splits it over threads.
-    For the same reason float64 multiplies tile by tile instead of in one batch.
+    Columns are padded to whole vectors: MKL adds a remainder in another order when it splits a row over threads. For
+    the same reason float64 multiplies tile by tile instead of in one batch.
     """
     shape, tiles, n = a.shape[:-1], a.shape[2], b.shape[-1]
     a, b = a.flatten(0, 1), b.flatten(0, 1)
@@ -179,7 +179,7 @@ def _row_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class _Softmax(NamedTuple):
     """Running softmax-weighted sum of V over key tiles (online softmax, arXiv:1805.02867).
 
-    A lone tile of fewer than ROW_TILE rows has a state for these only: the rest of its products is never looked at.
+    A single tile of fewer than ROW_TILE rows has a state for these rows only; the rest of its products is unused.
     """
 
     max: torch.Tensor  # [seqs, heads, tiles, rows, 1]

@@ -1,6 +1,6 @@
-"""Calls the C++ kernels: tensors to one packed block of arguments (args.h), and what the torch reference keeps.
+"""Calls the C++ kernels: packs a call into one block of arguments (args.h).
 
-float64 queries, and pools in fp64, stay with the reference: they serve tests of accuracy, not speed.
+float64 queries and fp64 pools go to the torch reference: they serve tests of accuracy, not speed.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ class Library:
     """The loaded library and the instruction set it is called with."""
 
     def __init__(self, path: str, isa: str | None = None) -> None:
-        """``isa``: one of ISAS that this CPU runs, by default the last one. Raises ValueError for another."""
+        """``isa``: one of ISAS that this CPU runs, by default the last such one. Raises ValueError for another."""
         library = ctypes.CDLL(path)
         library.lean_has_isa.argtypes, library.lean_has_isa.restype = [ctypes.c_int64], ctypes.c_int64
         available = [name for number, name in enumerate(ISAS) if library.lean_has_isa(number)]
@@ -59,10 +59,10 @@ _chosen = False
 
 
 def choose() -> Library | None:
-    """Read the environment and settle what serves from now on: the library, or None for the reference.
+    """Read the environment and choose what serves from now on: the library, or None for the reference.
 
-    ``LEAN_CPU_ISA`` names one of ISAS, by default it is the best; ``LEAN_KERNELS=reference`` turns the library off. The
-    first call of an op does the same; later ones do not look again.
+    ``LEAN_CPU_ISA`` names one of ISAS; the default is the best. ``LEAN_KERNELS=reference`` turns the library off. The
+    first call of an op chooses too; later calls do not read the environment again.
     """
     global _serving, _chosen
     _serving = None if reference.is_wanted() else _load(os.environ.get("LEAN_CPU_ISA") or None)
@@ -71,7 +71,7 @@ def choose() -> Library | None:
 
 
 def describe() -> str:
-    """What serves the CPU from now on: ``C++ avx512 (cpu)``, or the reference and what would help."""
+    """What serves the CPU from now on: ``C++ avx512 (cpu)``, or the reference and how to get the C++ kernels."""
     found = choose()
     if found is not None:
         return f"C++ {found.isa} (cpu)"
@@ -84,7 +84,7 @@ def describe() -> str:
 
 
 def _dense(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """``x`` [tokens, heads, dim] with neighbouring dims next to each other, and its strides."""
+    """``x`` [tokens, heads, dim] with the elements of a vector next to each other, and its strides."""
     token, head, element = x.stride()
     if element != 1:
         x = x.contiguous()
@@ -93,7 +93,7 @@ def _dense(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def _packed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Integers as C++ reads them; the tensor itself where it is so."""
+    """Integers as C++ reads them: of ``dtype`` and contiguous. The tensor itself where it is so already."""
     return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
 
 

@@ -1,10 +1,10 @@
-"""Deterministic mode: matrix products in fixed row tiles, so that a row's bits do not depend on its company.
+"""Deterministic mode: matrix products in fixed row tiles, so that a row's bits do not depend on the other rows.
 
 A BLAS picks another kernel for another number of rows and may add in another order. Here every product of activations
 with a weight is cut into tiles of ROW_TILE rows, the last one padded, and each tile is one product of the same shape.
 Activations are composed of exp, tanh, erf and arithmetic: torch's fused ones round the end of a vector differently from
-its middle, so a row's bits would depend on its place in the tensor and on how threads share it. On a GPU, where single
-rows have a kernel of their own, attention gets each row as a sequence of its own.
+its middle, so a row's bits would depend on its place in the tensor and on how threads share it. On a GPU single rows
+have a separate attention kernel, so attention gets every row as a sequence of one row.
 """
 
 import math
@@ -19,7 +19,7 @@ from lean.errors import ModelError
 from lean.kernels.call import AttentionCall
 
 ROW_TILE = 16
-WAY_OUT = "load the model with --deterministic, or leave that out"
+WHAT_TO_DO = "load the model with --deterministic, or leave that out"
 _aten = torch.ops.aten
 _attention = torch.ops.lean.paged_attention.default
 
@@ -35,7 +35,7 @@ _COMPOSED: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.sigmoid.default: lambda x: 1 / (1 + torch.exp(-x)),
     _aten.gelu.default: _gelu,
 }
-# Products that come as no single [rows, k] x [k, n], and activations without a composition above.
+# Products that are not one [rows, k] x [k, n], and activations without a composition above.
 _REFUSED = {
     _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.convolution,
     _aten._grouped_mm, _aten._scaled_mm, _aten._int_mm, _aten._scaled_dot_product_flash_attention_for_cpu,
@@ -68,7 +68,7 @@ def rows_apart(call: AttentionCall) -> AttentionCall:
 
 
 class RowTiledProducts(TorchDispatchMode):
-    """While active, products run row tile by row tile; what cannot be tiled raises ModelError."""
+    """While active, products run row tile by row tile. A product that cannot be tiled raises ModelError."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,5 +91,5 @@ class RowTiledProducts(TorchDispatchMode):
             return func(*rows_apart(AttentionCall(*args)))
         if func.overloadpacket in _REFUSED:
             shapes = " x ".join(str(list(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
-            raise ModelError(f"deterministic mode cannot keep the rows of {func.name()} ({shapes}) apart: {WAY_OUT}")
+            raise ModelError(f"deterministic mode cannot keep the rows of {func.name()} ({shapes}) apart: {WHAT_TO_DO}")
         return func(*args, **kwargs)
