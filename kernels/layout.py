@@ -1,13 +1,14 @@
 """Where K and V of one layer lie inside a block of a pool, and which keys a token sees.
 
-Both rules exist only here: the cache, the block accounting and every kernel import them. Nothing here needs torch.
+Both rules exist only here; the cache, the block accounting and every kernel import them. Nothing here needs torch.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lean.quant.formats import KVFormat
 
-ALIGNMENT = 16  # every part starts on 16 bytes, so that vector loads and typed views are always possible
+ALIGNMENT = 16  # bytes; every part starts at a multiple, so that vector loads and typed views are possible
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -33,33 +34,38 @@ class KVLayout:
     def _rows(self) -> int:
         return self.num_kv_heads * self.block_size
 
-    @property
+    @cached_property
     def k_scales_offset(self) -> int:
         return align(self._rows * self.k_format.code_bytes(self.k_dim))
 
-    @property
+    @cached_property
     def v_codes_offset(self) -> int:
         return self.k_scales_offset + align(self._rows * self.k_format.scale_bytes(self.k_dim))
 
-    @property
+    @cached_property
     def v_scales_offset(self) -> int:
         return self.v_codes_offset + align(self._rows * self.v_format.code_bytes(self.v_dim))
 
-    @property
+    @cached_property
+    def offsets(self) -> tuple[int, int, int, int]:
+        """Byte offsets of the four parts: K codes, K scales, V codes, V scales."""
+        return 0, self.k_scales_offset, self.v_codes_offset, self.v_scales_offset
+
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes of this layer in one block, padding included."""
+        """Bytes of this layer in one block, with padding."""
         return self.v_scales_offset + align(self._rows * self.v_format.scale_bytes(self.v_dim))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's K and V in this layer, scales included, padding not."""
+        """Bytes of one token's K and V in this layer, with scales and without padding."""
         return self.num_kv_heads * (
             self.k_format.bytes_per_vector(self.k_dim) + self.v_format.bytes_per_vector(self.v_dim)
         )
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that ``num_tokens`` tokens from the start of a sequence fill, the last one perhaps in part."""
+    """Blocks that hold the first ``num_tokens`` tokens of a sequence; the last one may be partly filled."""
     return -(-num_tokens // block_size)
 
 
@@ -72,9 +78,9 @@ def first_in_window(position: int, window: int) -> int:
 
 
 def sink_shift(position: int, window: int, num_sink_tokens: int) -> int:
-    """How many positions have gone between the sinks and the window of a token at ``position``.
+    """Number of evicted positions between the sinks and the window of a token at ``position``.
 
-    Its query for the sink keys is turned back by this much, which gives StreamingLLM's in-cache positions
-    (arXiv:2309.17453) without touching stored keys.
+    Its query for the sink keys is rotated back by this many positions. That gives StreamingLLM's in-cache positions
+    (arXiv:2309.17453) without a change to stored keys.
     """
     return max(0, position - (window - 1) - num_sink_tokens) if window and num_sink_tokens else 0

@@ -1,9 +1,11 @@
-"""The two ops of lean: `kv_write` and `paged_attention`. Wrappers check, back ends trust.
+"""The two ops of lean: `kv_write` and `paged_attention`. The wrappers check the arguments, the back ends rely on them.
 
 The ops take a pool's one uint8 arena, a byte offset and format numbers, so that ``torch.compile`` sees a single mutated
-tensor and no typed views. The torch reference serves every device that has no faster back end.
+tensor and no typed views. Each back end takes the arguments as one value (`lean.kernels.call`). The torch reference
+serves every device that has no faster back end.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from lean.kernels import reference
+from lean.kernels.call import CALLS, AttentionCall, from_arguments
 from lean.kernels.cpu import binding as cpu
 from lean.kernels.layout import ALIGNMENT, BLOCK_SIZES, KVLayout
 
@@ -35,37 +38,37 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _on_gpu(name: str) -> Callable[..., Any]:
+def _on_gpu(name: str) -> Callable[[Any], Any]:
     """The op ``name`` on CUDA and HIP; Triton is imported when the first tensor arrives."""
 
-    def call(*args: Any) -> Any:
+    def serve(call: Any) -> Any:
         if reference.is_wanted() or not _has_triton():
-            return getattr(reference, name)(*args)
+            return getattr(reference, name)(call)
         from lean.kernels.triton import backend
 
-        return getattr(backend, name)(*args)
+        return getattr(backend, name)(call)
 
-    return call
+    return serve
 
 
-for _name in ("kv_write", "paged_attention"):
-    _LIBRARY.impl(_name, _on_gpu(_name), "CUDA")
-_LIBRARY.impl("kv_write", reference.kv_write, "CompositeExplicitAutograd")
-_LIBRARY.impl("paged_attention", reference.paged_attention, "CompositeExplicitAutograd")
-_LIBRARY.impl("kv_write", cpu.kv_write, "CPU")
-_LIBRARY.impl("paged_attention", cpu.paged_attention, "CPU")
+for _name in CALLS:
+    for _key, _serve in (
+        ("CUDA", _on_gpu(_name)),
+        ("CompositeExplicitAutograd", getattr(reference, _name)),
+        ("CPU", getattr(cpu, _name)),
+    ):
+        _LIBRARY.impl(_name, from_arguments(_name, _serve), _key)
 
 
 @torch.library.register_fake("lean::kv_write")
-def _(arena: torch.Tensor, *args: Any) -> None:
+def _(*args: Any) -> None:
     return None
 
 
 @torch.library.register_fake("lean::paged_attention")
-def _(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    names = [argument.name for argument in torch.ops.lean.paged_attention.default._schema.arguments]
-    v_dim = {**dict(zip(names[1:], args)), **kwargs}["v_dim"]
-    return query.new_empty(query.shape[0], query.shape[1], v_dim)
+def _(*args: Any) -> torch.Tensor:
+    call = AttentionCall._make(args)
+    return call.query.new_empty(*call.query.shape[:2], call.v_dim)
 
 
 def backend(device: torch.device) -> str:
@@ -90,9 +93,9 @@ class LayerPool:
         arena: uint8 [num_blocks, block_bytes]; block 0 is the null block.
         layout: the layer's part of a block.
         offset: where in a block that part starts, in bytes.
-        codes: K's and V's format as numbers, and
-        frame: what two pools that serve one query have in common: KV heads, dims, block size, rotations. Both are read
-            in every layer of every step, and so made once.
+        codes: K's and V's format as numbers (`KVFormat.code`).
+        frame: KV heads, dims, block size and rotations, which two pools that serve one query must have in common.
+            Like ``codes`` it is read in every layer of every step, and so made once.
     """
 
     arena: torch.Tensor
@@ -129,11 +132,12 @@ def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mappi
         key: [num_tokens, num_kv_heads, k_dim], after RoPE. value: [num_tokens, num_kv_heads, v_dim].
         slot_mapping: int64 [num_tokens], block id x block_size + slot; negative entries are padding.
     """
-    layout = pool.layout
-    if key.shape[1:] != (layout.num_kv_heads, layout.k_dim) or value.shape[1:] != (layout.num_kv_heads, layout.v_dim):
-        raise ValueError(f"key {tuple(key.shape)} / value {tuple(value.shape)} do not fit {layout}")
-    if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
-        raise ValueError(f"{key.shape[0]} keys, {value.shape[0]} values, {slot_mapping.shape[0]} slots")
+    layout, num_tokens = pool.layout, slot_mapping.shape[0]
+    heads = layout.num_kv_heads
+    if key.shape != (num_tokens, heads, layout.k_dim) or value.shape != (num_tokens, heads, layout.v_dim):
+        if key.shape[1:] != (heads, layout.k_dim) or value.shape[1:] != (heads, layout.v_dim):
+            raise ValueError(f"key {tuple(key.shape)} / value {tuple(value.shape)} do not fit {layout}")
+        raise ValueError(f"{key.shape[0]} keys, {value.shape[0]} values, {num_tokens} slots")
     torch.ops.lean.kv_write(
         pool.arena,
         key,
@@ -166,8 +170,8 @@ def paged_attention(
     """Causal attention of packed query rows over the paged cache; their own K/V must be written already.
 
     The row at position i of a sequence sees keys j <= i with i - j < window (all with window 0) or j < num_sink_tokens.
-    With a residual it reads keys with i - j < residual_length or j < num_exact_sinks from the exact pool: sink tokens
-    (visible beyond the window) and exact sinks (read exact while visible) are two rules, and sink_logits a third thing.
+    With a residual it reads keys with i - j < residual_length or j < num_exact_sinks from the exact pool. Sink tokens
+    are visible beyond the window; exact sinks are read exact while they are visible; sink_logits are neither.
 
     Args:
         query: [num_tokens, num_q_heads, k_dim], after RoPE; query head h uses KV head h // group.
@@ -175,14 +179,15 @@ def paged_attention(
         query_start_loc: int32 [num_seqs + 1]; rows query_start_loc[s] .. query_start_loc[s + 1] belong to sequence s.
         seq_lens: int32 [num_seqs], tokens in the cache, this step's included.
         scale: multiplies the scores. softcap: scores become softcap * tanh(score / softcap); 0 is off.
-        query_sink: like query, turned back by `layout.sink_shift`; used for the sink keys. None: the query itself.
+        query_sink: like query, rotated back by `layout.sink_shift`; used for the sink keys. None: the query itself.
         sink_logits: [num_q_heads], one more logit per head that takes probability and gives no value (gpt-oss).
 
     Returns:
         [num_tokens, num_q_heads, v_dim] in the query's dtype; rows beyond query_start_loc[-1] are zeros.
     """
     layout, num_seqs = pool.layout, seq_lens.shape[0]
-    if query.dim() != 3 or query.shape[2] != layout.k_dim or query.shape[1] % layout.num_kv_heads:
+    shape = query.shape
+    if len(shape) != 3 or shape[2] != layout.k_dim or shape[1] % layout.num_kv_heads:
         raise ValueError(f"query {tuple(query.shape)} does not fit {layout}")
     if query_start_loc.shape[0] != num_seqs + 1 or block_tables.shape[0] != num_seqs:
         raise ValueError("query_start_loc, seq_lens and block_tables disagree about the number of sequences")
@@ -190,7 +195,7 @@ def paged_attention(
         raise ValueError(f"block_tables must hold integers, not {block_tables.dtype}")
     if min(window, num_sink_tokens, residual_length, num_exact_sinks) < 0:
         raise ValueError("window, num_sink_tokens, residual_length and num_exact_sinks must not be negative")
-    if not 0 <= softcap < float("inf"):
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and at least 0, got {softcap}")
     if num_sink_tokens and not window:
         raise ValueError("num_sink_tokens needs a window; full attention sees every key anyway")
@@ -205,9 +210,9 @@ def paged_attention(
             )
         if exact_block_tables.shape[0] != num_seqs:
             raise ValueError("exact_block_tables and seq_lens disagree about the number of sequences")
-    if query_sink is not None and query_sink.shape != query.shape:
+    if query_sink is not None and query_sink.shape != shape:
         raise ValueError(f"query_sink {tuple(query_sink.shape)} is not shaped like query {tuple(query.shape)}")
-    if sink_logits is not None and sink_logits.shape != (query.shape[1],):
+    if sink_logits is not None and sink_logits.shape != (shape[1],):
         raise ValueError(f"sink_logits {tuple(sink_logits.shape)} must be [{query.shape[1]}]")
     return torch.ops.lean.paged_attention(
         query,

@@ -1,12 +1,14 @@
-"""The two attention ops in plain torch: the specification every other backend is held against.
+"""The two ops in plain torch: they serve where no faster back end does, and every other back end is held to them.
+
+The formula itself is in `lean.kernels.naive`; here attention is computed in bounded memory, tile by tile.
 
 Row-invariant: keys are visited in tiles that start at multiples of KEY_TILE, and every product has a fixed shape of
 ROW_TILE rows. So neither the chunk, nor the batch, nor a neighbour's length changes the order in which the numbers of a
 row are added, as long as the BLAS treats the rows of one shape alike, which the tests check. A tile that a row does not
-see leaves its state as it was, to the bit. (One exception: a non-finite V also reaches the rows before it in its own
-chunk; such a request is stopped anyway.)
+see leaves its state unchanged to the bit. (One exception: a non-finite V also reaches the rows before it in its chunk;
+the engine stops such a request anyway.)
 
-Memory: one call needs, beside its output and the rotated query, at most `workspace_bytes`, whatever the context.
+Memory: beside its output and the rotated query one call needs at most `workspace_bytes`, at any context length.
 """
 
 import os
@@ -15,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from lean.kernels.call import AttentionCall, WriteCall
 from lean.kernels.layout import KVLayout, first_in_window
-from lean.quant import KVFormat, decode, encode, rotate
+from lean.quant import decode, encode, rotate
 
 ROW_TILE = 16  # rows (token x query head of the group) of one product
 KEY_TILE = 256  # keys of one product
@@ -74,30 +77,15 @@ def _parts(arena: torch.Tensor, layout: KVLayout, offset: int) -> tuple[torch.Te
     )
 
 
-def kv_write(
-    arena: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    layer_offset: int,
-    block_size: int,
-    k_format: int,
-    v_format: int,
-) -> None:
+def kv_write(call: WriteCall) -> None:
     """Encode key [tokens, kv_heads, k_dim] and value [..., v_dim] into their slots; negative slots are skipped."""
-    layout = KVLayout(
-        KVFormat.from_code(k_format),
-        KVFormat.from_code(v_format),
-        key.shape[1],
-        key.shape[2],
-        value.shape[2],
-        block_size,
-    )
-    parts = _parts(arena, layout, layer_offset)
+    layout = call.layout
+    parts = _parts(call.arena, layout, call.layer_offset)
+    key, value, slot_mapping = call.key, call.value, call.slot_mapping
     padding = slot_mapping < 0
     if padding.any():
         key, value, slot_mapping = (x[~padding] for x in (key, value, slot_mapping))
-    block, slot = slot_mapping // block_size, slot_mapping % block_size
+    block, slot = slot_mapping // call.block_size, slot_mapping % call.block_size
     if layout.k_format == layout.v_format and layout.k_dim == layout.v_dim:
         codes, scales = encode(torch.cat((key, value), dim=1), layout.k_format)
         (k_codes, v_codes), (k_scales, v_scales) = codes.chunk(2, dim=1), scales.chunk(2, dim=1)
@@ -110,12 +98,15 @@ def kv_write(
 
 
 def read_slots(
-    arena: torch.Tensor, layout: KVLayout, offset: int, slots: torch.Tensor
+    arena: torch.Tensor, layout: KVLayout, offset: int, slots: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [slots, kv_heads, k_dim] and V, float32 in the stored basis, of single slots: for looking, not for speed."""
+    """K [slots, kv_heads, k_dim] and V of single slots, in ``dtype`` (float32 or float64) and in the stored basis.
+
+    It serves inspection and tests, and is not fast.
+    """
     block, slot = slots // layout.block_size, slots % layout.block_size
     k_codes, k_scales, v_codes, v_scales = (part[block, :, slot] for part in _parts(arena, layout, offset))
-    return decode(k_codes, k_scales, layout.k_format), decode(v_codes, v_scales, layout.v_format)
+    return decode(k_codes, k_scales, layout.k_format, dtype), decode(v_codes, v_scales, layout.v_format, dtype)
 
 
 class _Source(NamedTuple):
@@ -132,7 +123,7 @@ class _Source(NamedTuple):
         return torch.nn.functional.pad(ids, (0, count - ids.shape[1]))
 
     def load_k(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """K [seqs, kv_heads, KEY_TILE, k_dim], decoded, in the stored basis; the caller masks what nobody wrote."""
+        """K [seqs, kv_heads, KEY_TILE, k_dim], decoded, in the stored basis; the caller masks unwritten slots."""
         codes, scales = (_gather(part, blocks) for part in self.parts[:2])
         return decode(codes, scales, self.layout.k_format, dtype)
 
@@ -141,7 +132,7 @@ class _Source(NamedTuple):
         is True."""
         codes, scales = (_gather(part, blocks) for part in self.parts[2:])
         if seen is not None:
-            # 0 x NaN is NaN: V of slots that no row sees is whatever lies there. Bits 0 are 0 in every format.
+            # Slots that no row sees may hold NaN, and 0 x NaN is NaN. Bits 0 are 0 in every format.
             bits = seen.flatten(1, 2).any(1).to(torch.uint8).neg_()[:, None, :, None]
             codes &= bits
             scales.view(torch.uint8).bitwise_and_(bits)
@@ -165,8 +156,8 @@ def _gather(part: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 def _row_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [seqs, heads, tiles, ROW_TILE, K] times b [seqs, heads, K, N], one fixed-shape product per head and tile.
 
-    Columns are padded to whole vectors: MKL adds the rest of a row in another order when it splits it over threads.
-    For the same reason float64 multiplies tile by tile instead of in one batch.
+    Columns are padded to whole vectors: MKL adds a remainder in another order when it splits a row over threads. For
+    the same reason float64 multiplies tile by tile instead of in one batch.
     """
     shape, tiles, n = a.shape[:-1], a.shape[2], b.shape[-1]
     a, b = a.flatten(0, 1), b.flatten(0, 1)
@@ -188,7 +179,7 @@ def _row_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class _Softmax(NamedTuple):
     """Running softmax-weighted sum of V over key tiles (online softmax, arXiv:1805.02867).
 
-    A lone tile of fewer than ROW_TILE rows has a state for these only: the rest of its products is never looked at.
+    A single tile of fewer than ROW_TILE rows has a state for these rows only; the rest of its products is unused.
     """
 
     max: torch.Tensor  # [seqs, heads, tiles, rows, 1]
@@ -229,160 +220,161 @@ class _Softmax(NamedTuple):
 
 
 def _tiles(start: int, end: int) -> set[int]:
+    """Where the key tiles start that hold the keys start .. end."""
     return set(range(start // KEY_TILE * KEY_TILE, end, KEY_TILE)) if end > start else set()
 
 
 class _QueryTile(NamedTuple):
-    """Tokens of one sequence that are attended together, row ``first`` of the query at position ``position`` first."""
+    """Tokens of one sequence that are attended together. ``first`` is the first row of the query, ``position`` its
+    position in the sequence."""
 
     position: int
     seq: int
     first: int
 
 
-def paged_attention(
-    query: torch.Tensor,
-    query_sink: torch.Tensor | None,
-    arena: torch.Tensor,
-    block_tables: torch.Tensor,
-    exact_arena: torch.Tensor | None,
-    exact_block_tables: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sink_logits: torch.Tensor | None,
-    layer_offset: int,
-    exact_layer_offset: int,
-    block_size: int,
-    num_kv_heads: int,
-    v_dim: int,
-    k_format: int,
-    v_format: int,
-    exact_k_format: int,
-    exact_v_format: int,
-    scale: float,
-    softcap: float,
-    window: int,
-    num_sink_tokens: int,
-    residual_length: int,
-    num_exact_sinks: int,
-) -> torch.Tensor:
-    """See `lean.kernels.ops.paged_attention`, which checks the arguments."""
-    num_q_heads, k_dim = query.shape[1:]
-    group = num_q_heads // num_kv_heads
-    device = query.device
+class _Batch:
+    """Query tiles of ``n`` tokens each, in the order of their positions, that are attended together."""
 
-    def source(arena: torch.Tensor, tables: torch.Tensor, offset: int, k_code: int, v_code: int) -> _Source:
-        formats = KVFormat.from_code(k_code), KVFormat.from_code(v_code)
-        layout = KVLayout(*formats, num_kv_heads, k_dim, v_dim, block_size)
-        return _Source(tables, layout, _parts(arena, layout, offset))
+    def __init__(self, call: AttentionCall, main: _Source, exact: _Source, tiles: list[_QueryTile], n: int) -> None:
+        device, group = call.query.device, call.query.shape[1] // call.num_kv_heads
+        self.call, self.main, self.exact, self.n, self.group = call, main, exact, n, group
+        self.dtype = _computed_in(call.query)
+        self.positions = [tile.position for tile in tiles]
+        self.seqs = torch.tensor([tile.seq for tile in tiles], device=device)
+        tokens = torch.arange(n, device=device)
+        self.rows = torch.tensor([tile.first for tile in tiles], device=device)[:, None] + tokens
+        self.q = self._in_row_tiles(self._in_stored_basis(call.query[self.rows]))
+        self.height = min(ROW_TILE, n * group)
+        i = (torch.tensor(self.positions, device=device)[:, None] + tokens).repeat_interleave(group, dim=1)
+        # Padding rows stand before every key.
+        i = torch.nn.functional.pad(i.int(), (0, -n * group % self.height), value=-1)
+        self.i = i.view(len(tiles), -1, self.height, 1)
+        self.state = _Softmax.empty((*self.q.shape[:3], self.height), call.v_dim, self.q)
 
-    main = exact = source(arena, block_tables, layer_offset, k_format, v_format)
-    if exact_arena is not None and exact_block_tables is not None:
-        exact = source(exact_arena, exact_block_tables, exact_layer_offset, exact_k_format, exact_v_format)
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of the query, int64 [tiles, n], and their output, [tiles, n, num_q_heads, v_dim]."""
+        call = self.call
+        if call.num_sink_tokens:
+            self._add_sinks()
+        self._add_tiles(self.q, self.main, self._main_tiles)
+        if call.residual_length:
+            self._add_tiles(self.q, self.exact, self._exact_tiles)
+        logits = None
+        if call.sink_logits is not None:
+            logits = call.sink_logits.to(self.dtype).view(1, 1, -1, 1).expand(1, self.n, -1, 1)
+            logits = self._in_row_tiles(logits)[..., : self.height, :]
+        out = self.state.result(logits).flatten(2, 3)[:, :, : self.n * self.group]
+        out = rotate(out) if self.main.layout.v_format.rotate else out
+        out = out.unflatten(2, (self.n, self.group)).transpose(1, 2).flatten(2, 3)
+        return self.rows, out.to(call.query.dtype)
 
-    def rows_of(x: torch.Tensor) -> torch.Tensor:
+    def _in_row_tiles(self, x: torch.Tensor) -> torch.Tensor:
         """[seqs, n, q_heads, dim] -> [seqs, kv_heads, tiles, ROW_TILE, dim]; token-major, the last tile padded."""
-        x = x.unflatten(2, (num_kv_heads, group)).transpose(1, 2).flatten(2, 3)
+        x = x.unflatten(2, (self.call.num_kv_heads, self.group)).transpose(1, 2).flatten(2, 3)
         return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % ROW_TILE)).unflatten(2, (-1, ROW_TILE))
 
-    def basis(x: torch.Tensor) -> torch.Tensor:
-        return rotate(x.to(dtype)) if main.layout.k_format.rotate else x.to(dtype)
+    def _in_stored_basis(self, x: torch.Tensor) -> torch.Tensor:
+        return rotate(x.to(self.dtype)) if self.main.layout.k_format.rotate else x.to(self.dtype)
 
-    def attend(batch: list[_QueryTile], n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Query tiles of ``n`` tokens each, in the order of their positions. Returns their rows of the query, and the
-        output of these."""
-        positions = [tile.position for tile in batch]
-        seqs = torch.tensor([tile.seq for tile in batch], device=device)
-        tokens = torch.arange(n, device=device)
-        rows = torch.tensor([tile.first for tile in batch], device=device)[:, None] + tokens
-        q = rows_of(basis(query[rows]))
-        i = (torch.tensor(positions, device=device)[:, None] + tokens).repeat_interleave(group, dim=1)
-        height = min(ROW_TILE, n * group)
-        # Padding rows stand before every key.
-        i = torch.nn.functional.pad(i.int(), (0, -n * group % height), value=-1).view(len(batch), -1, height, 1)
-        state = _Softmax.empty((*q.shape[:3], height), v_dim, q)
+    def _add_sinks(self) -> None:
+        """Add the sink keys, read with their own query."""
+        call, q = self.call, self.q
+        if call.query_sink is not None:
+            q = self._in_row_tiles(self._in_stored_basis(call.query_sink[self.rows]))
+        if not call.residual_length or call.num_exact_sinks < call.num_sink_tokens:
+            self._add_tiles(q, self.main, self._sink_tiles, sinks=True)
+        if call.residual_length:
+            self._add_tiles(q, self.exact, self._sink_tiles, sinks=True)
 
-        def add_tile(q: torch.Tensor, source: _Source, start: int, part: slice, sinks: bool) -> None:
-            """Add the keys of the tile at ``start`` to a part of the batch."""
-            blocks = source.blocks(seqs[part], start)
-            scores = _row_product(q[part], source.load_k(blocks, dtype).transpose(2, 3)).mul_(scale)
-            if softcap:
-                scores.div_(softcap).tanh_().mul_(softcap)
-            seen = None
-            earliest, last = positions[part.start], positions[part.stop - 1] + n - 1
-            # Inside the window, before the residual and behind all sinks every row sees the whole tile.
-            inside = start >= max(num_sink_tokens, num_exact_sinks) and (not window or last - start < window)
-            if source is not main or not inside or start + KEY_TILE > earliest + 1 - residual_length:
-                j = torch.arange(start, start + KEY_TILE, dtype=torch.int32, device=device)
-                distance = i[part] - j
-                seen = distance >= 0
-                if sinks:
-                    seen &= j < num_sink_tokens
-                else:  # keys read with the plain query: those the window shows, less the sinks, which have their own
-                    if window:
-                        seen &= distance < window
-                    if num_sink_tokens:
-                        seen &= j >= num_sink_tokens
-                if residual_length:
-                    is_exact = (distance < residual_length) | (j < num_exact_sinks)
-                    seen &= is_exact if source is exact else ~is_exact
-            state.of(part).add(scores, seen, source.load_v(blocks, dtype, seen))
+    def _sink_tiles(self, position: int) -> set[int]:
+        return _tiles(0, min(self.call.num_sink_tokens, position + self.n))
 
-        def visit(q: torch.Tensor, source: _Source, starts: Callable[[int], set[int]], sinks: bool = False) -> None:
-            """Add the tiles at ``starts(position)`` to every query tile; what lies between in the batch is masked."""
-            wanted = [starts(position) for position in positions]
-            for start in sorted(set().union(*wanted)):
-                members = [index for index, own in enumerate(wanted) if start in own]
-                add_tile(q, source, start, slice(members[0], members[-1] + 1), sinks)
+    def _main_tiles(self, position: int) -> set[int]:
+        return _tiles(first_in_window(position, self.call.window), position + self.n - self.call.residual_length)
 
-        if num_sink_tokens:
-            turned = q if query_sink is None else rows_of(basis(query_sink[rows]))
+    def _exact_tiles(self, position: int) -> set[int]:
+        left = first_in_window(position, self.call.window)
+        recent = _tiles(max(left, position - self.call.residual_length + 1), position + self.n)
+        return recent | _tiles(left, min(self.call.num_exact_sinks, position + self.n))
 
-            def sink_tiles(position: int) -> set[int]:
-                return _tiles(0, min(num_sink_tokens, position + n))
+    def _add_tiles(
+        self, q: torch.Tensor, source: _Source, starts: Callable[[int], set[int]], sinks: bool = False
+    ) -> None:
+        """Add the key tiles at ``starts(position)`` to every query tile. A query tile between two others that need a
+        key tile takes part, masked."""
+        wanted = [starts(position) for position in self.positions]
+        for start in sorted(set().union(*wanted)):
+            members = [index for index, own in enumerate(wanted) if start in own]
+            self._add_tile(q, source, start, slice(members[0], members[-1] + 1), sinks)
 
-            if not residual_length or num_exact_sinks < num_sink_tokens:
-                visit(turned, main, sink_tiles, sinks=True)
-            if residual_length:
-                visit(turned, exact, sink_tiles, sinks=True)
+    def _add_tile(self, q: torch.Tensor, source: _Source, start: int, part: slice, sinks: bool) -> None:
+        """Add the keys of the tile at ``start`` to a part of the batch."""
+        call = self.call
+        blocks = source.blocks(self.seqs[part], start)
+        scores = _row_product(q[part], source.load_k(blocks, self.dtype).transpose(2, 3)).mul_(call.scale)
+        if call.softcap:
+            scores.div_(call.softcap).tanh_().mul_(call.softcap)
+        seen = self._seen(source, start, part, sinks)
+        self.state.of(part).add(scores, seen, source.load_v(blocks, self.dtype, seen))
 
-        def main_tiles(position: int) -> set[int]:
-            return _tiles(first_in_window(position, window), position + n - residual_length)
+    def _seen(self, source: _Source, start: int, part: slice, sinks: bool) -> torch.Tensor | None:
+        """Which keys of a tile the rows see in ``source``, bool [seqs, tiles, rows, KEY_TILE]; None: all of them."""
+        call = self.call
+        earliest, last = self.positions[part.start], self.positions[part.stop - 1] + self.n - 1
+        # Inside the window, before the residual and behind all sinks every row sees the whole tile.
+        behind_sinks = start >= max(call.num_sink_tokens, call.num_exact_sinks)
+        inside = behind_sinks and (not call.window or last - start < call.window)
+        if source is self.main and inside and start + KEY_TILE <= earliest + 1 - call.residual_length:
+            return None
+        j = torch.arange(start, start + KEY_TILE, dtype=torch.int32, device=self.i.device)
+        distance = self.i[part] - j
+        seen = distance >= 0
+        if sinks:
+            seen &= j < call.num_sink_tokens
+        else:  # the keys inside the window but for the sinks, which are read with their own query
+            if call.window:
+                seen &= distance < call.window
+            if call.num_sink_tokens:
+                seen &= j >= call.num_sink_tokens
+        if call.residual_length:
+            is_exact = (distance < call.residual_length) | (j < call.num_exact_sinks)
+            seen &= is_exact if source is self.exact else ~is_exact
+        return seen
 
-        def exact_tiles(position: int) -> set[int]:
-            left = first_in_window(position, window)
-            recent = _tiles(max(left, position - residual_length + 1), position + n)
-            return recent | _tiles(left, min(num_exact_sinks, position + n))
 
-        visit(q, main, main_tiles)
-        if residual_length:
-            visit(q, exact, exact_tiles)
+def _computed_in(query: torch.Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype is torch.float64 else torch.float32
 
-        logits = None
-        if sink_logits is not None:
-            logits = rows_of(sink_logits.to(dtype).view(1, 1, -1, 1).expand(1, n, -1, 1))[..., :height, :]
-        out = state.result(logits).flatten(2, 3)[:, :, : n * group]
-        out = rotate(out) if main.layout.v_format.rotate else out
-        return rows, out.unflatten(2, (n, group)).transpose(1, 2).flatten(2, 3).to(query.dtype)
 
-    tiles: dict[int, list[_QueryTile]] = {}  # by their number of tokens
-    bounds = query_start_loc.tolist()
-    for seq, length in enumerate(seq_lens.tolist()):
+def _query_tiles(call: AttentionCall) -> dict[int, list[_QueryTile]]:
+    """All rows of all sequences in query tiles, by the number of tokens in a tile, in the order of their positions."""
+    tiles: dict[int, list[_QueryTile]] = {}
+    bounds = call.query_start_loc.tolist()
+    for seq, length in enumerate(call.seq_lens.tolist()):
         begin, end = bounds[seq], bounds[seq + 1]
         for first in range(begin, end, QUERY_TILE):
             tile = _QueryTile(length - (end - first), seq, first)
             tiles.setdefault(min(QUERY_TILE, end - first), []).append(tile)
+    return {n: sorted(alike) for n, alike in tiles.items()}
 
-    heads = num_q_heads, num_kv_heads, k_dim, v_dim
-    out = query.new_zeros(query.shape[0], num_q_heads, v_dim)
-    for n, alike in tiles.items():
-        alike.sort()
+
+def paged_attention(call: AttentionCall) -> torch.Tensor:
+    """See `lean.kernels.ops.paged_attention`, which checks the arguments, and `lean.kernels.naive`, the formula."""
+    query = call.query
+    main = exact = _Source(call.block_tables, call.layout, _parts(call.arena, call.layout, call.layer_offset))
+    if call.exact_arena is not None and call.exact_block_tables is not None:
+        parts = _parts(call.exact_arena, call.exact_layout, call.exact_layer_offset)
+        exact = _Source(call.exact_block_tables, call.exact_layout, parts)
+    heads = query.shape[1], call.num_kv_heads, query.shape[2], call.v_dim
+    itemsize = _computed_in(query).itemsize
+    out = query.new_zeros(*query.shape[:2], call.v_dim)
+    for n, alike in _query_tiles(call).items():
         together = 1
-        if n * group <= ROW_TILE:
-            room = workspace_bytes(*heads, dtype.itemsize)
-            together = max(1, room // _temporary_bytes(1, n, heads, dtype.itemsize))
+        if n * (query.shape[1] // call.num_kv_heads) <= ROW_TILE:
+            room = workspace_bytes(*heads, itemsize)
+            together = max(1, room // _temporary_bytes(1, n, heads, itemsize))
         for first in range(0, len(alike), together):
-            rows, values = attend(alike[first : first + together], n)
+            rows, values = _Batch(call, main, exact, alike[first : first + together], n).attend()
             out[rows] = values
     return out

@@ -1,30 +1,28 @@
-"""What the compilers make of the Triton kernels, without a GPU: ``python -m lean.kernels.report``.
+"""Registers, loads and instructions of the compiled Triton kernels, without a GPU: ``python -m lean.kernels.report``.
 
-Kernels are planned as a step plans them, with tensors that have no memory, and compiled through Triton's own launch
-path for a given target, so alignment and divisibility are those of a real launch. NVIDIA code is then read with the
+Kernels are planned as a step plans them, with tensors that have no memory. They are compiled for a given target through
+Triton's own launch path, so alignment and divisibility are those of a real launch. NVIDIA code is then read with the
 cuobjdump that Triton ships, AMD code from its assembly.
 """
 
 import argparse
 import json
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from lean.kernels.call import AttentionCall, WriteCall
 from lean.kernels.layout import KVLayout
-from lean.kernels.triton.launch import Launch, plan_kv_write, plan_paged_attention
+from lean.kernels.triton.launch import Launch
+from lean.kernels.triton.machine_code import load_width, read_amd, read_nvidia
 from lean.kernels.triton.parameters import Target
+from lean.kernels.triton.plan_attention import plan_paged_attention
+from lean.kernels.triton.plan_kv_write import plan_kv_write
 from lean.quant import parse_kv_dtype, raw_format
 
 # Warp instructions x 32 that a multiprocessor can issue while one byte arrives from memory: 128 lanes over bytes per
@@ -48,8 +46,9 @@ _MULTIPROCESSORS = {
 FORMATS = ("bf16", "int8", "fp8", "int4", "k8v4")
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx1100")
 KERNELS = ("decode", "merge", "prefill", "turn_query", "kv_write")
-# Llama-like: 8 KV heads of 4 query heads, the default residual, steps of 8 sequences.
-NUM_KV_HEADS, GROUP, BLOCK_SIZE, NUM_SEQS, RESIDUAL, SINKS = 8, 4, 32, 8, 64, 4
+# Llama-like: 8 KV heads of 4 query heads, the default residual, steps of 8 sequences, chunks of 512 tokens.
+NUM_KV_HEADS, GROUP, BLOCK_SIZE, NUM_SEQS, CHUNK, RESIDUAL, SINKS = 8, 4, 32, 8, 512, 64, 4
+DTYPE = torch.bfloat16
 
 
 def budget(gpu: str) -> float:
@@ -104,7 +103,7 @@ class Row:
 
 
 class _Offline:
-    """As much of a Triton driver as compiling needs."""
+    """The part of a Triton driver that compiling needs."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -122,50 +121,66 @@ class _Offline:
 def plan(variant: Variant) -> tuple[Launch, KVLayout]:
     """The launch of a variant, as a step makes it, and the layout of its quantized pool."""
     k_format, v_format = parse_kv_dtype(variant.format)
-    dim, dtype = variant.head_dim, torch.bfloat16
-    layout = KVLayout(k_format, v_format, NUM_KV_HEADS, dim, dim, BLOCK_SIZE)
-    exact_formats = [replace(raw_format(dtype), rotate=fmt.rotate) for fmt in (k_format, v_format)]
-    exact = KVLayout(exact_formats[0], exact_formats[1], NUM_KV_HEADS, dim, dim, BLOCK_SIZE)
-    residual = RESIDUAL if k_format.quantized else 0
-    rows = NUM_SEQS if variant.kernel in ("decode", "merge") else 512
+    layout = KVLayout(k_format, v_format, NUM_KV_HEADS, variant.head_dim, variant.head_dim, BLOCK_SIZE)
     with torch.device("meta"):
-        arena, exact_arena = (torch.empty(1000, 4 * x.nbytes, dtype=torch.uint8) for x in (layout, exact))
         if variant.kernel == "kv_write":
-            x = torch.empty(rows, NUM_KV_HEADS, dim, dtype=dtype)
-            slots = torch.empty(rows, dtype=torch.int64)
-            launches = plan_kv_write(
-                arena, x, x, slots, layout.nbytes, BLOCK_SIZE, k_format.code, v_format.code, target=variant.target_tuple
-            )
-            return launches[0], layout
-        tables = torch.empty(NUM_SEQS, 1024, dtype=torch.int32)
-        _, launches = plan_paged_attention(
-            torch.empty(rows, NUM_KV_HEADS * GROUP, dim, dtype=dtype),
-            None,
-            arena,
-            tables,
-            exact_arena if residual else None,
-            tables if residual else None,
-            torch.empty(NUM_SEQS + 1, dtype=torch.int32),
-            torch.empty(NUM_SEQS, dtype=torch.int32),
-            None,
-            layout.nbytes,
-            exact.nbytes,
-            BLOCK_SIZE,
-            NUM_KV_HEADS,
-            dim,
-            k_format.code,
-            v_format.code,
-            exact_formats[0].code,
-            exact_formats[1].code,
-            dim**-0.5,
-            0.0,
-            0,
-            0,
-            residual,
-            SINKS if residual else 0,
-            target=variant.target_tuple,
-        )
+            return plan_kv_write(_write_call(layout), variant.target_tuple)[0], layout
+        rows = NUM_SEQS if variant.kernel in ("decode", "merge") else CHUNK
+        _, launches = plan_paged_attention(_attention_call(layout, rows), variant.target_tuple)
     return next(launch for launch in launches if launch.kernel.__name__ == variant.kernel), layout
+
+
+def _arena(layout: KVLayout) -> torch.Tensor:
+    """A pool of four layers, of which the second is meant."""
+    return torch.empty(1000, 4 * layout.nbytes, dtype=torch.uint8)
+
+
+def _write_call(layout: KVLayout) -> WriteCall:
+    x = torch.empty(CHUNK, NUM_KV_HEADS, layout.k_dim, dtype=DTYPE)
+    return WriteCall(
+        arena=_arena(layout),
+        key=x,
+        value=x,
+        slot_mapping=torch.empty(CHUNK, dtype=torch.int64),
+        layer_offset=layout.nbytes,
+        block_size=BLOCK_SIZE,
+        k_format=layout.k_format.code,
+        v_format=layout.v_format.code,
+    )
+
+
+def _attention_call(layout: KVLayout, rows: int) -> AttentionCall:
+    """A step of ``rows`` rows; the default residual where the formats are quantized."""
+    k_exact, v_exact = (replace(raw_format(DTYPE), rotate=fmt.rotate) for fmt in (layout.k_format, layout.v_format))
+    exact = replace(layout, k_format=k_exact, v_format=v_exact)
+    residual = RESIDUAL if layout.k_format.quantized else 0
+    tables = torch.empty(NUM_SEQS, 1024, dtype=torch.int32)
+    return AttentionCall(
+        query=torch.empty(rows, NUM_KV_HEADS * GROUP, layout.k_dim, dtype=DTYPE),
+        query_sink=None,
+        arena=_arena(layout),
+        block_tables=tables,
+        exact_arena=_arena(exact) if residual else None,
+        exact_block_tables=tables if residual else None,
+        query_start_loc=torch.empty(NUM_SEQS + 1, dtype=torch.int32),
+        seq_lens=torch.empty(NUM_SEQS, dtype=torch.int32),
+        sink_logits=None,
+        layer_offset=layout.nbytes,
+        exact_layer_offset=exact.nbytes,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=NUM_KV_HEADS,
+        v_dim=layout.v_dim,
+        k_format=layout.k_format.code,
+        v_format=layout.v_format.code,
+        exact_k_format=k_exact.code,
+        exact_v_format=v_exact.code,
+        scale=layout.k_dim**-0.5,
+        softcap=0.0,
+        window=0,
+        num_sink_tokens=0,
+        residual_length=residual,
+        num_exact_sinks=SINKS if residual else 0,
+    )
 
 
 def compile_offline(launch: Launch, target: Target) -> Any:
@@ -175,57 +190,6 @@ def compile_offline(launch: Launch, target: Target) -> Any:
     return launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
 
 
-@cache
-def _cuobjdump() -> str:
-    found = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not found.exists():
-        raise FileNotFoundError(f"this Triton has no cuobjdump at {found}")
-    return str(found)
-
-
-def sass_of(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        dump = [_cuobjdump(), "-sass", "-res-usage", file.name]
-        return subprocess.run(dump, check=True, capture_output=True, text=True).stdout
-
-
-def instructions(sass: str) -> list[tuple[int, str]]:
-    """(address, instruction without its predicate) in order."""
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)
-    return [(int(address, 16), re.sub(r"^@!?U?P\w+ ", "", text.strip())) for address, text in found]
-
-
-def loops(code: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """Bodies of loops: what lies between a backward branch and its target."""
-    for address, text in code:
-        jump = re.match(r"BRA(?:\.\S+)* .*?0x([0-9a-f]+)", text)
-        if jump and int(jump[1], 16) < address:
-            yield [body for at, body in code if int(jump[1], 16) <= at <= address]
-
-
-_MATRIX = re.compile(r"(HMMA|HGMMA|QGMMA|UTCHMMA|v_mfma|v_wmma)")
-_LOAD = re.compile(r"(?:LDGSTS|LDG)\.E(?:\.\w+)*?(?:\.(64|128|U16|U8|S8|S16))?(?:\.\w+)* ")
-
-
-def load_width(body: list[str], code_bytes: int, threads: int) -> int:
-    """Bytes a thread moves at once in the narrowest of the widest loads that together bring ``code_bytes``."""
-    widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1, None: 4}
-    loads = [_LOAD.match(text + " ") for text in body]
-    found = sorted((widths[_width(match[0])] for match in loads if match), reverse=True)
-    arrived = 0
-    for width in found:
-        arrived += width * threads
-        if arrived >= code_bytes:
-            return width
-    return found[-1] if found else 0
-
-
-def _width(load: str) -> str | None:
-    return next((part for part in ("128", "64", "U16", "S16", "U8", "S8") if f".{part}" in load), None)
-
-
 def measure(variant: Variant) -> Row:
     """Compile a variant and read its code."""
     launch, layout = plan(variant)
@@ -233,32 +197,22 @@ def measure(variant: Variant) -> Row:
     warps = kernel.metadata.num_warps
     common = (variant.target, variant.kernel, variant.format, variant.head_dim, warps)
     if not variant.is_nvidia:
-        assembly = kernel.asm["amdgcn"]
-
-        def number(name: str) -> int:
-            found = re.search(rf"\.{name}:\s+(\d+)", assembly)
-            return int(found[1]) if found else 0
-
-        spills = 4 * number("vgpr_spill_count")  # scalar registers spill into vector registers
-        # CDNA counts words (dwordx4), RDNA bits (b128).
-        loads = re.findall(r"(?:global|buffer)_load_(?:dword(?:x(\d))?|b(\d+))\b", assembly)
-        wide = [int(bits) // 8 if bits else 4 * int(words or 1) for words, bits in loads]
-        matrix = len(_MATRIX.findall(assembly))
-        return Row(*common, number("vgpr_count"), spills, kernel.metadata.shared, max(wide, default=0), matrix, 0.0)
-    sass = sass_of(kernel.asm["cubin"])
-    code = instructions(sass)
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", sass)
-    assert usage is not None
+        amd = read_amd(kernel.asm["amdgcn"])
+        figures = amd.registers, amd.spill_bytes, kernel.metadata.shared, amd.widest_load, amd.matrix_instructions
+        return Row(*common, *figures, issue_slots_per_kv_byte=0.0)
+    sass = read_nvidia(kernel.asm["cubin"])
     width, slots = 0, 0.0
     if variant.kernel in ("decode", "prefill"):
         tile, dim = launch.arguments["TILE"], variant.head_dim
-        body = max(loops(code), key=len)
+        body = max(sass.loops(), key=len)
         per_key = layout.k_format.bytes_per_vector(dim) + layout.v_format.bytes_per_vector(dim)
         codes = layout.k_format.code_bytes(dim) + layout.v_format.code_bytes(dim)
         slots = len(body) * warps * 32 / (tile * per_key)
         width = load_width(body, tile * codes, warps * 32)
-    matrix = sum(bool(_MATRIX.match(text)) for _, text in code)
-    return Row(*common, int(usage[1]), int(usage[2]), kernel.metadata.shared, width, matrix, round(slots, 2))
+    return Row(
+        *common, sass.registers, sass.spill_bytes, kernel.metadata.shared, width, sass.matrix_instructions,
+        round(slots, 2),
+    )  # fmt: skip
 
 
 def variants(targets: list[str], formats: list[str], head_dims: list[int], kernels: list[str]) -> list[Variant]:

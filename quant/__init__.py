@@ -31,7 +31,7 @@ _HOME = {"rotate": "rotation", **dict.fromkeys(("decode", "encode", "quantize_de
 
 
 def __getattr__(name: str) -> Any:
-    """The formats are data and need no torch; what computes is imported on first use."""
+    """Formats are data and need no torch. The functions that compute need it and are imported on first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'lean.quant' has no attribute {name!r}")
     from importlib import import_module

@@ -1,9 +1,9 @@
-"""Encode and decode K/V vectors. This code is the definition: kernels must produce the same bytes.
+"""Encode and decode K/V vectors. This code defines the storage format: kernels must produce the same bytes.
 
 Recipe, for a vector x of finite numbers: y = rotate(x) in fp32 where the format rotates; absmax per group;
 s = fp16(absmax / top), kept inside [2^-14, 65504] *before* it is used; code = y / s by IEEE division, rounded half to
-even and clamped. A group with a non-finite value gets the scale NaN and codes 0, so that it decodes to NaN and the
-engine can see it without a device sync. Zero groups decode to exact zeros.
+even and clamped. A group with a non-finite value gets the scale NaN and codes 0. It decodes to NaN,
+which the engine detects without a device sync. Zero groups decode to exact zeros.
 """
 
 import torch
@@ -25,7 +25,7 @@ RAW_DTYPES = {
 
 
 def raw_format(dtype: torch.dtype) -> KVFormat:
-    """The format that stores ``dtype`` as is. Raises KeyError for a dtype that is no float format."""
+    """The format that stores ``dtype`` unchanged. Raises KeyError for a dtype that has no such format."""
     return {RAW_DTYPES[fmt.name]: fmt for fmt in (FP64, FP32, FP16, BF16)}[dtype]
 
 
@@ -52,12 +52,12 @@ def _encode_groups(y: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.
     """fp32 [..., groups, g] -> (codes uint8 [..., groups * bytes], scales fp16 [..., groups])."""
     absmax = y.abs().amax(-1, keepdim=True)
     bad = ~(absmax < torch.inf)  # NaN too
-    # By a tensor: CUDA multiplies by the reciprocal of a Python number instead of dividing.
+    # Divided by a tensor: by a Python number CUDA would multiply with the reciprocal instead.
     scale = (absmax / torch.full_like(absmax, fmt.max_code)).half().clamp_(MIN_SCALE, MAX_SCALE)
     z = (y / scale.float()).masked_fill_(bad, 0.0)
     scale = scale.masked_fill_(bad, torch.nan).squeeze(-1)
     if fmt.kind is Kind.E4M3:
-        # Clamp first: what a cast does beyond 448 differs between versions and devices.
+        # Clamped first: beyond 448 the cast differs between versions and devices.
         codes = z.clamp_(fmt.min_code, fmt.max_code).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         codes = z.round_().clamp_(fmt.min_code, fmt.max_code).to(torch.int8)
@@ -91,7 +91,7 @@ def encode(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
 def decode(
     codes: torch.Tensor, scales: torch.Tensor, fmt: KVFormat, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Decode vectors; rotated formats stay in the rotated basis (`rotate` turns them back).
+    """Decode vectors. Rotated formats stay in the rotated basis; `rotate` returns to the original one.
 
     Args:
         codes: uint8 [..., code_bytes]; scales: float16 [..., groups]; dtype: float32 or float64.
@@ -116,7 +116,7 @@ def decode(
 
 
 def quantize_dequantize(x: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
-    """What the cache makes of ``x`` [..., dim], back in the original basis; float32, or float64 for float64 input."""
+    """``x`` [..., dim], encoded and decoded, in the original basis; float32, or float64 for float64 input."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     y = decode(*encode(x, fmt), fmt, dtype)
     return rotate(y) if fmt.rotate else y

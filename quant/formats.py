@@ -1,6 +1,6 @@
-"""KV formats: how one vector of a K or V head is laid down in bytes.
+"""KV formats: how one vector of a K or V head is stored in bytes.
 
-A format is data. Everything that depends on bytes (pool sizes, reports, kernel strides) reads it from here.
+A format is data. Pool sizes, reports and kernel strides all read their byte counts from here.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from enum import IntEnum
 class Kind(IntEnum):
     """How a code is turned into a number."""
 
-    RAW = 0  # an IEEE float as is, no scale
+    RAW = 0  # an IEEE float without a scale
     INT = 1  # two's complement integer times a scale
     E4M3 = 2  # OCP e4m3fn times a scale (https://arxiv.org/abs/2209.05433)
 
@@ -24,7 +24,7 @@ class KVFormat:
         bits: bits per code.
         kind: how a code is read.
         group_size: dims along head_dim that share one fp16 scale; 0 means the whole vector. RAW has no scale.
-        rotate: vectors are turned by the block Hadamard rotation before they are encoded.
+        rotate: vectors are multiplied by the block Hadamard rotation before they are encoded.
     """
 
     name: str
@@ -42,16 +42,22 @@ class KVFormat:
         """The format as one integer, for op arguments: twice the row in the table, plus one if rotated."""
         code = _CODES.get(self)
         if code is None:
-            raise ValueError(f"{self} is no row of the format table, so no kernel can be told about it")
+            raise ValueError(f"{self} is not in the format table, so no kernel can read it")
         return code
 
     @staticmethod
     def from_code(code: int) -> "KVFormat":
+        """The format that `code` numbers."""
         return _BY_CODE[code]
+
+    @staticmethod
+    def codes() -> range:
+        """All numbers that `from_code` takes."""
+        return range(len(_BY_CODE))
 
     @property
     def max_code(self) -> float:
-        """The code that absmax is mapped to."""
+        """The code of the largest absolute value of a group."""
         return 448.0 if self.kind is Kind.E4M3 else 2.0 ** (self.bits - 1) - 1
 
     @property
@@ -126,7 +132,7 @@ def parse_kv_dtype(text: str) -> tuple[KVFormat, KVFormat]:
 
 
 def describe(k_format: KVFormat, v_format: KVFormat) -> str:
-    """The shortest ``--kv-dtype`` spelling of a pair; a format whose rotation is not the table's is marked."""
+    """The shortest ``--kv-dtype`` spelling of a pair, with a note where a format's rotation is not the default."""
 
     def label(fmt: KVFormat) -> str:
         usual = FORMATS[fmt.name].rotate

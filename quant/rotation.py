@@ -13,21 +13,21 @@ def rotation_size(dim: int) -> int:
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Multiply the last dim of ``x`` by the block-diagonal, orthonormal Hadamard matrix. It is its own inverse.
 
-    Butterfly with strides 1, 2, 4, ..., additions only, then one multiply by 1/sqrt(n): this order of rounding is part
-    of the storage format, so every backend repeats it.
+    Butterfly with strides 1, 2, 4, ..., additions only, then one multiply by 1/sqrt(n). This order of rounding is part
+    of the storage format, so every back end repeats it.
 
     Args:
-        x: [..., dim], float32 or float64. dim may be any number; blocks are ``rotation_size(dim)`` wide.
+        x: [..., dim], float32 or float64. Any dim; blocks are ``rotation_size(dim)`` wide.
 
     Raises:
-        TypeError: a narrower dtype, which would round at every stride.
+        TypeError: another dtype; a narrower one would round at every stride.
     """
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"rotate works in float32 or float64, not {x.dtype}")
     n = rotation_size(x.shape[-1])
     half = n // 2
     # A perfect shuffle: every stride adds and subtracts neighbours and writes all sums before all differences. So
-    # the next stride's partners become neighbours, and after the last stride every element is back in its place.
+    # the next stride's partners become neighbours, and the last stride leaves every element in its place.
     buffers = [x.new_empty(x.numel() // n, n) for _ in range(2)]
     views = [(y[:, 0::2], y[:, 1::2], y[:, :half], y[:, half:]) for y in (x.reshape(-1, n), *buffers)]
     source = 0

@@ -1,12 +1,12 @@
 // paged_attention: fused decode of the blocks and attention, for prefill and decode alike.
 //
-// A row (query token x head) gives the same bits whatever else the call holds, and on any number of threads:
-// - Keys are cut at fixed positions into splits of SPLIT keys, each with a softmax state of its own; the states are
-//   merged in ascending order. Who computes a split, and how many rows beside, changes nothing.
+// The bits of a row (query token x head) depend neither on the call's other rows nor on the number of threads:
+// - Keys are cut at fixed positions into splits of SPLIT keys. Each split has its own softmax state, and the states are
+//   merged in ascending order. Neither the thread that computes a split nor the rows beside change a bit.
 // - Within a split keys come in tiles at multiples of TILE (online softmax, arXiv:1805.02867). A score is one chain of
 //   multiply-adds over the dims in order, a tile's weighted sum of V one chain over its keys in order. The two ways to
 //   compute these chains, from codes in registers for few rows and over decoded tiles for many, order them alike.
-// - What a row does not see gets the weight 0, and its K is never looked at.
+// - A key that a row does not see gets the weight 0, and its K does not affect the row.
 #include <omp.h>
 
 #include <atomic>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t ITEM_ROWS = 96;           // rows for which a tile is decoded once
 constexpr int64_t PARTIAL_BYTES = 4 << 20;  // for the states of splits that other threads compute
-constexpr int64_t WORTH_A_THREAD = 1 << 17;  // multiply-adds, some 20 us: waking a thread costs less
+constexpr int64_t WORTH_A_THREAD = 1 << 17;  // multiply-adds, about 20 us: more than waking a thread takes
 
 }  // namespace
 

@@ -1,8 +1,8 @@
 """Builds the C++ kernels: ``python -m lean.kernels.cpu.build``. The same code runs at install (setup.py).
 
-The library's name carries a hash of its sources and of this file, so that one built from others is never loaded. It
-lies beside the sources, or in the user's cache where that folder cannot be written. Needs g++ or clang++ (``CXX``);
-imports nothing but the standard library, for setup.py runs it where lean's dependencies are missing.
+The library's name carries a hash of its sources and of this file, so a library built from other sources is never
+loaded. It lies beside the sources, or in the user's cache where that folder cannot be written. Needs g++ or clang++
+(``CXX``). Imports only the standard library, because setup.py runs it where lean's dependencies are missing.
 """
 
 import hashlib

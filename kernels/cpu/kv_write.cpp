@@ -18,7 +18,7 @@ void write(const WriteArgs& a, const Part& part, int64_t token, int64_t head, fl
     const int64_t row = head * a.block_size + slot % a.block_size;
     uint8_t* codes = block + part.codes + row * row_bytes(part.format, part.dim);
     const int64_t at = token * part.token + head * part.head;
-    if (part.format == a.dtype && !part.rotate) {  // bit by bit, whatever NaN it is
+    if (part.format == a.dtype && !part.rotate) {  // copied, so that every NaN keeps its bits
         const int64_t size = a.dtype == FP32 ? 4 : 2;
         memcpy(codes, (const uint8_t*)part.x + at * size, part.dim * size);
         return;
@@ -36,7 +36,7 @@ void kv_write(const WriteArgs& a) {
         {a.value, a.value_token, a.value_head, a.v_dim, a.pool.v_format, a.v_rotate, a.pool.v_codes, a.pool.v_scales},
     };
     const int64_t rows = a.num_tokens * a.num_kv_heads, dim = a.k_dim > a.v_dim ? a.k_dim : a.v_dim;
-    // A row costs about a tenth of what waking a thread does.
+    // Waking a thread costs as much as about ten rows.
 #pragma omp parallel num_threads(rows < 64 ? 1 : (int)a.threads)
     {
         float small[512];

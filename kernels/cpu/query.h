@@ -31,7 +31,7 @@ void to_digits(const float* q, int64_t k_pad, const Query& to, int64_t row) {
     bool good = true;
     for (int i = 0; i < W; ++i) good &= finite[i] != 0;
     const float size = reduce_max(top);
-    const vec up = set1(!good || size < 0x1p-100f ? 0 : LARGEST / size);  // what is smaller scores 0
+    const vec up = set1(!good || size < 0x1p-100f ? 0 : LARGEST / size);  // a smaller row scores 0
     to.unit[row] = good ? size / LARGEST : NAN;
     uint8_t* digits = (uint8_t*)(to.digits + row * DIGITS * (k_pad / 4));
     for (int64_t d = 0; d < k_pad; d += W) {

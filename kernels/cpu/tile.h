@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t TILE = 128, SPLIT = 512;  // keys
 constexpr int64_t STRIP = 2 * W;            // keys whose K is decoded together
-constexpr int64_t DECODE_ROWS = 8;          // up to here the memory's speed matters, and keys are fetched ahead
-// So many rows are attended straight from the codes; more are over decoded keys.
+constexpr int64_t DECODE_ROWS = 8;          // up to this many rows memory bounds the speed, and keys are prefetched
+// Up to FEW rows are multiplied with codes decoded in registers; more rows share a tile decoded into memory.
 #if defined(__AVX512F__)
 constexpr int FEW = 8;
 #elif defined(__AVX2__)
@@ -29,7 +29,7 @@ struct Tile {
     alignas(64) float k_scale[TILE], v_scale[TILE];  // INT4: 1
     float *k_groups, *v_groups;                      // INT4: [groups][TILE] and [TILE][groups]
     const uint8_t* zeros;
-    // Of the next tile, fetched meanwhile.
+    // The next tile's, prefetched while this one is computed.
     const uint8_t *next_k[TILE], *next_v[TILE];
     int64_t num_next;
 };

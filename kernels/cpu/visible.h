@@ -15,8 +15,9 @@ struct Item {
     int64_t first_split, num_splits, task;  // task: the first of its tasks, where each split is one
 };
 
-// Six ranges of keys, disjoint, every one of which moves up with the row: sink tokens (which meet query_sink) and the
-// others, each read from the quantized pool or, leading or recent, from the exact one.
+// Six disjoint ranges of keys. None of their bounds decreases from one row to the next. Sink tokens are read with
+// query_sink, other keys with the query. Both come from the quantized pool, or, as exact sinks or recent keys, from the
+// exact pool.
 constexpr int RANGES = 6;
 constexpr bool IS_EXACT[RANGES] = {false, true, true, false, true, true};
 constexpr bool IS_SINK[RANGES] = {true, true, true, false, false, false};

@@ -1,9 +1,9 @@
 """Attention over one contiguous range of keys of a paged pool: the inner function of decode and prefill.
 
 State of a row (online softmax, arXiv:1805.02867): ``m`` is the largest log2 of probability x V scale among the keys it
-has seen, ``total`` the sum of its probabilities over 2^(m - HEADROOM), ``acc`` their sum with V. V's scale in ``m``
-makes the largest weight of every row 2^HEADROOM whatever the scale, so that fp16 weights never underflow as a whole,
-and masked keys have no part in it.
+has seen, ``total`` the sum of its probabilities over 2^(m - HEADROOM), ``acc`` their weighted sum of V. Because ``m``
+contains V's scale, the largest weight of every row is 2^HEADROOM at any scale, so the fp16 weights of a row never all
+underflow. Masked keys do not enter ``m``.
 """
 
 # mypy: allow-untyped-defs
@@ -96,7 +96,7 @@ def query_for(
 
 @triton.jit
 def load_where(ptr, mask, MASKED: tl.constexpr):
-    """Zeros where the mask is False; without MASKED everything, which keeps loads free of predicates."""
+    """Zeros where the mask is False. Without MASKED everything is loaded, and loads have no predicates."""
     return tl.load(ptr, mask=mask, other=0) if MASKED else tl.load(ptr)
 
 
@@ -179,8 +179,8 @@ def attend(
     positions: int32 [ROWS], which lie in first_position .. last_position. pool: (the sequence's row of the block table,
     arena, block stride, offsets of K's scales, V's codes, V's scales).
 
-    Tiles start at multiples of TILE, so a row meets its keys in the same order whatever rows are beside it; a tile it
-    does not see leaves its state as it was, to the bit.
+    Tiles start at multiples of TILE, so a row meets its keys in the same order beside any other rows. A tile that a row
+    does not see leaves its state unchanged to the bit.
     """
     K_FORMAT: tl.constexpr = FORMATS[0]
     V_FORMAT: tl.constexpr = FORMATS[1]
@@ -300,9 +300,9 @@ def attend_ranges(
     """The ranges of a row, in the reference's order: SINKS, read with their own query; MAIN, the quantized keys in
     main_lo .. main_hi inside the window; EXACT, the exact pool's.
 
-    q, q_sink: (pointer, offsets, mask) of the query rows, which every range loads for itself: that holds fewer
-    registers than one copy for all. K_ROTATION turns them into the stored basis. scale: to log2 units, without
-    softcap. RULE: which of window, sinks, sinks read from the main pool, residual, softcap there are.
+    q, q_sink: (pointer, offsets, mask) of the query rows. Every range loads them again, which takes fewer registers
+    than one copy for all ranges. K_ROTATION rotates them into the stored basis. scale: to log2 units, without softcap.
+    RULE: `plan_attention.Rule`.
     """
     HAS_WINDOW: tl.constexpr = RULE[0]
     HAS_SINKS: tl.constexpr = RULE[1]

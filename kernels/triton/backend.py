@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from lean.kernels import reference
-from lean.kernels.triton.launch import plan_kv_write, plan_paged_attention, unsupported
+from lean.kernels.call import AttentionCall, WriteCall
+from lean.kernels.triton.launch import unsupported
 from lean.kernels.triton.parameters import Target
-from lean.quant import KVFormat
+from lean.kernels.triton.plan_attention import plan_paged_attention
+from lean.kernels.triton.plan_kv_write import plan_kv_write
 
 
 @cache
@@ -30,33 +32,30 @@ def _on(device: torch.device) -> AbstractContextManager:
 
 @cache
 def _refused(*case: Any) -> bool:
-    """Whether the torch reference must serve; says so once for every case."""
+    """Whether the torch reference must serve. It warns once for every case."""
     reason = unsupported(*case)
     if reason:
         warnings.warn(f"{reason}: the torch reference serves these layers", stacklevel=2)
     return reason is not None
 
 
-def kv_write(
-    arena: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, *rest: Any
-) -> None:
+def kv_write(call: WriteCall) -> None:
     """See `lean.kernels.ops.kv_write`."""
-    k_format, v_format = (KVFormat.from_code(code) for code in rest[2:4])
-    if _refused(k_format, v_format, key.shape[2], value.shape[2], key.dtype):
-        return reference.kv_write(arena, key, value, slot_mapping, *rest)
-    with _on(arena.device):
-        for launch in plan_kv_write(arena, key, value, slot_mapping, *rest, target=target_of(arena.device)):
+    layout = call.layout
+    if _refused(layout.k_format, layout.v_format, layout.k_dim, layout.v_dim, call.key.dtype):
+        return reference.kv_write(call)
+    with _on(call.arena.device):
+        for launch in plan_kv_write(call, target_of(call.arena.device)):
             launch.run()
 
 
-def paged_attention(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+def paged_attention(call: AttentionCall) -> torch.Tensor:
     """See `lean.kernels.ops.paged_attention`."""
-    v_dim, k_code, v_code = rest[12:15]
-    k_format, v_format = KVFormat.from_code(k_code), KVFormat.from_code(v_code)
-    if _refused(k_format, v_format, query.shape[2], v_dim, query.dtype):
-        return reference.paged_attention(query, *rest)
-    with _on(query.device):
-        out, launches = plan_paged_attention(query, *rest, target=target_of(query.device))
+    layout, device = call.layout, call.query.device
+    if _refused(layout.k_format, layout.v_format, layout.k_dim, layout.v_dim, call.query.dtype):
+        return reference.paged_attention(call)
+    with _on(device):
+        out, launches = plan_paged_attention(call, target_of(device))
         for launch in launches:
             launch.run()
     return out

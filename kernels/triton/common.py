@@ -1,4 +1,4 @@
-"""What every kernel shares: the number formats on a GPU, the rotation, and one step of attention over a tile of keys.
+"""What the kernels share: the number formats on a GPU, the rotation, and how codes are widened.
 
 Formats travel as the constants below. A decoded tile is exact up to a power of two, its *unit*, which is folded back in
 fp32: e4m3 bits moved into an fp16 are value/256, int4 codes become code/8 so that code x scale never leaves fp16.
@@ -21,8 +21,8 @@ HALF_GROUP = tl.constexpr(16)
 # and fp16 then resolves 2^-38 of a row's largest.
 HEADROOM = tl.constexpr(12)
 LOG2E = tl.constexpr(1.4426950408889634)
-# Integers that change from step to step. Triton would compile a kernel again for a 1 and for a multiple of 16: none of
-# them is worth that pause.
+# Integers that change from step to step. Triton would compile a kernel again for a 1 and for a multiple of 16, and
+# serving would pause for that.
 OF_STEP = ("num_seqs", "num_rows", "num_vectors", "num_parts", "first_row", "table_stride", "exact_table_stride")
 
 
@@ -101,7 +101,7 @@ def halves(x, ROWS: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def unit_of(FORMAT: tl.constexpr):
-    """What a decoded element must be multiplied by to be its number (times its scale)."""
+    """The factor from a decoded element to its number, beside the scale."""
     if FORMAT == INT4:
         return 8.0
     elif FORMAT == FP8:
@@ -155,7 +155,7 @@ prmt.b32 $1, low, high, 0x7362;
 
 @triton.jit
 def widen_fp8(codes, WIDEN: tl.constexpr, PURE: tl.constexpr):
-    """uint8 e4m3fn -> fp16 of value/256. No target needs e4m3 hardware, and where there is some this is faster still.
+    """uint8 e4m3fn -> fp16 of value/256. It needs no e4m3 hardware, and is faster than the hardware's conversion.
 
     Packed: of all four codes at once, sign, exponent and two mantissa bits become an fp16's high byte, the last
     mantissa bit its low byte.
@@ -219,7 +219,7 @@ def widen_int4(codes, WIDEN: tl.constexpr, PURE: tl.constexpr):
 
 @triton.jit
 def exp2(x, WIDEN: tl.constexpr):
-    """2^x; results below 2^-126 may be 0, which spares the device two multiplications for each."""
+    """2^x. Results below 2^-126 may be 0, which saves two multiplications for each."""
     if WIDEN == PORTABLE:
         return tl.exp2(x)
     else:
@@ -230,5 +230,5 @@ def exp2(x, WIDEN: tl.constexpr):
 
 @triton.jit
 def log2_above(x):
-    """An integer e with x < 2^e <= 2x for normal x > 0, as fp32: all that a bound needs of log2."""
+    """An integer e with x < 2^e <= 2x for normal x > 0, as fp32: an upper bound of log2(x)."""
     return ((x.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)

@@ -13,7 +13,7 @@ MERGE = tl.constexpr(16)  # parts that are merged at once
 
 @triton.jit
 def sequence_of_row(query_start_loc, num_seqs, row):
-    """The sequence that packed row ``row`` belongs to; num_seqs for rows of none."""
+    """The sequence that packed row ``row`` belongs to; num_seqs for a row of no sequence."""
     seq = 0
     for first in range(0, num_seqs, 128):
         s = first + tl.arange(0, 128)
@@ -24,8 +24,8 @@ def sequence_of_row(query_start_loc, num_seqs, row):
 
 @triton.jit
 def locate(query_start_loc, seq_lens, num_seqs, first_row, EVERY_ROW: tl.constexpr):
-    """(row, sequence, position, is it ours): program 0 is one packed row or, without EVERY_ROW, one sequence, of which
-    those with a single row are ours."""
+    """(row, sequence, position, whether this program computes it). Axis 0 of the grid counts packed rows or, without
+    EVERY_ROW, sequences, of which those with a single row are computed."""
     if EVERY_ROW:
         row = first_row + tl.program_id(0)
         seq = sequence_of_row(query_start_loc, num_seqs, row)

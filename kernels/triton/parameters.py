@@ -1,4 +1,4 @@
-"""Launch parameters: one table by format and head_dim, and what a target can do. Nothing is tuned at run time."""
+"""Launch parameters by format and head_dim, and what a target can do. Nothing is tuned at run time."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from lean.kernels.layout import KVLayout
 
 
 class Target(NamedTuple):
-    """What code is made for: ``cuda`` with 80, 86, 90, ...; ``hip`` with gfx942, ...; ``interpreter`` on a CPU."""
+    """What code is compiled for: ``cuda`` with 80, 86, 90, ...; ``hip`` with gfx942, ...; ``interpreter`` on a CPU."""
 
     backend: str
     arch: int | str
@@ -24,7 +24,7 @@ class Target(NamedTuple):
 
     @property
     def has_bf16(self) -> bool:
-        """Turing has no bf16 products, nor has the interpreter (numpy)."""
+        """Turing and the interpreter (numpy) have no bf16 products."""
         return self.backend == "hip" or (self.backend == "cuda" and int(self.arch) >= 80)
 
     def options(
@@ -38,8 +38,8 @@ class Target(NamedTuple):
 
 
 class DecodeParameters(NamedTuple):
-    """tile, exact_tile: keys per step in the main and in the exact pool; split: keys per part; max_registers: of a
-    thread, None is the assembler's choice."""
+    """tile, exact_tile: keys per step in the quantized and in the exact pool. split: keys per part. max_registers: of a
+    thread; None leaves them to the assembler."""
 
     tile: int
     exact_tile: int

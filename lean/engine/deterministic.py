@@ -1,14 +1,14 @@
-"""Deterministic mode: matrix products in fixed row tiles, so that a row's bits do not depend on its company.
+"""Deterministic mode: matrix products in fixed row tiles, so that a row's bits do not depend on the other rows.
 
 A BLAS picks another kernel for another number of rows and may add in another order. Here every product of activations
 with a weight is cut into tiles of ROW_TILE rows, the last one padded, and each tile is one product of the same shape.
 Activations are composed of exp, tanh, erf and arithmetic: torch's fused ones round the end of a vector differently from
-its middle, so a row's bits would depend on its place in the tensor and on how threads share it. On a GPU, where single
-rows have a kernel of their own, attention gets each row as a sequence of its own.
+its middle, so a row's bits would depend on its place in the tensor and on how threads share it. On a GPU single rows
+have a separate attention kernel, so attention gets every row as a sequence of one row.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lean.kernels.ops  # noqa: F401 - defines torch.ops.lean
 from lean.errors import ModelError
+from lean.kernels.call import AttentionCall
 
 ROW_TILE = 16
-WAY_OUT = "load the model with --deterministic, or leave that out"
+WHAT_TO_DO = "load the model with --deterministic, or leave that out"
 _aten = torch.ops.aten
 _attention = torch.ops.lean.paged_attention.default
-_ATTENTION_ARGUMENTS = [argument.name for argument in _attention._schema.arguments]
 
 
 def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -35,7 +35,7 @@ _COMPOSED: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.sigmoid.default: lambda x: 1 / (1 + torch.exp(-x)),
     _aten.gelu.default: _gelu,
 }
-# Products that come as no single [rows, k] x [k, n], and activations without a composition above.
+# Products that are not one [rows, k] x [k, n], and activations without a composition above.
 _REFUSED = {
     _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.convolution,
     _aten._grouped_mm, _aten._scaled_mm, _aten._int_mm, _aten._scaled_dot_product_flash_attention_for_cpu,
@@ -51,24 +51,24 @@ def row_tiled_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = N
     return torch.cat([torch.mm(tile, b) if bias is None else torch.addmm(bias, tile, b) for tile in tiles])[:rows]
 
 
-def rows_apart(args: Sequence[Any]) -> list[Any]:
-    """The arguments of `torch.ops.lean.paged_attention` with every row as a sequence of its own: the same outcome, from
-    the kernel that serves decode steps, whatever the rows' chunk. Asks the device for nothing."""
-    named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=True))
-    query, starts, lengths = named["query"], named["query_start_loc"], named["seq_lens"]
+def rows_apart(call: AttentionCall) -> AttentionCall:
+    """The same call with every row as a sequence of one row. The output is the same, and the kernel that serves decode
+    steps computes it, whatever the rows' chunk. No value is read from the device."""
+    query, starts, lengths = call.query, call.query_start_loc, call.seq_lens
     row = torch.arange(query.shape[0], dtype=starts.dtype, device=query.device)
     owner = torch.searchsorted(starts[1:], row, right=True)
     belongs = owner < lengths.shape[0]  # rows of no sequence see no key
     owner = owner.clamp(max=lengths.shape[0] - 1)
-    named["seq_lens"] = torch.where(belongs, lengths[owner] - starts[owner + 1] + row + 1, 0).to(lengths.dtype)
-    named["query_start_loc"] = torch.arange(query.shape[0] + 1, dtype=starts.dtype, device=query.device)
-    for name in ("block_tables", "exact_block_tables"):
-        named[name] = None if named[name] is None else named[name][owner]
-    return list(named.values())
+    return call._replace(
+        query_start_loc=torch.arange(query.shape[0] + 1, dtype=starts.dtype, device=query.device),
+        seq_lens=torch.where(belongs, lengths[owner] - starts[owner + 1] + row + 1, 0).to(lengths.dtype),
+        block_tables=call.block_tables[owner],
+        exact_block_tables=None if call.exact_block_tables is None else call.exact_block_tables[owner],
+    )
 
 
 class RowTiledProducts(TorchDispatchMode):
-    """While active, products run row tile by row tile; what cannot be tiled raises ModelError."""
+    """While active, products run row tile by row tile. A product that cannot be tiled raises ModelError."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,8 +88,8 @@ class RowTiledProducts(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if func is _attention and args[0].is_cuda:
-            return func(*rows_apart(args))
+            return func(*rows_apart(AttentionCall(*args)))
         if func.overloadpacket in _REFUSED:
             shapes = " x ".join(str(list(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
-            raise ModelError(f"deterministic mode cannot keep the rows of {func.name()} ({shapes}) apart: {WAY_OUT}")
+            raise ModelError(f"deterministic mode cannot keep the rows of {func.name()} ({shapes}) apart: {WHAT_TO_DO}")
         return func(*args, **kwargs)

@@ -1,20 +1,15 @@
 """The Triton attention kernels equal attention computed in float64 from the formulas, row by row and to the bit."""
 
 from dataclasses import replace
-from itertools import pairwise
-from unittest.mock import patch
 
 import pytest
 import torch
 from attention_oracle import RULES, Heads, PagedCache, Rule, Tokens, error, expected, same_bits
-from torch._subclasses import FakeTensorMode
-from triton_interpreter import TARGET, launch, parameters, triton_kernels
+from triton_interpreter import parameters, plan_attention, triton_kernels
 
-from lean.engine import deterministic as products
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
-from lean.kernels.triton import common
-from lean.quant import parse_kv_dtype, raw_format
+from lean.quant import parse_kv_dtype
 
 KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8", "int4", "k8v4", "k=int8,v=fp8")
 ONE_HEAD = Heads(3, 1, 64, 64)
@@ -85,7 +80,7 @@ LENGTHS = (1, 31, 32, 33, 63, 111, 1000)
     ("kv_dtype", "rule"), [("int8", "everything"), ("fp8", "everything"), ("int4", "everything"), ("bf16", "full")]
 )
 def test_odd_lengths_equal_the_formula_and_unwritten_memory_never_matters(kv_dtype: str, rule: str) -> None:
-    """N08: stale memory of unwritten slots, evicted and null blocks, other layers, and of the kernels' own buffers."""
+    """Stale memory of unwritten slots, evicted and null blocks, other layers, and the kernels' own buffers."""
     heads = Heads(2, 1, 32, 32)
     sequences = [Tokens.random(n, heads, seed=n) for n in LENGTHS]
     wanted: list[torch.Tensor] = []
@@ -122,7 +117,7 @@ def test_evicted_blocks_are_not_read(kv_dtype: str) -> None:
 @pytest.mark.parametrize("dims", [(96, 96), (128, 128), (256, 256), (192, 128)], ids=str)
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "int4", "k8v4"])
 def test_every_head_dim_equals_the_formula(kv_dtype: str, dims: tuple[int, int]) -> None:
-    """N18: no power of two, nor K and V of one dim, is needed."""
+    """A head_dim need not be a power of two, and K and V may differ in it."""
     heads, rule = Heads(2, 1, *dims), RULES["everything"]
     assert decode_and_prefill(kv_dtype, rule, heads, torch.float32, counts=(30, 70)) < TIGHT[torch.float32]
 
@@ -134,15 +129,6 @@ def test_other_head_dims_equal_the_formula(kv_dtype: str, head_dim: int) -> None
     heads = Heads(2, 1, head_dim, head_dim)
     error_ = decode_and_prefill(kv_dtype, RULES["everything"], heads, torch.float32, counts=(20, 30))
     assert error_ < TIGHT[torch.float32]
-
-
-def test_what_no_kernel_serves_is_named() -> None:
-    int4, int8, fp64 = (parse_kv_dtype(name)[0] for name in ("int4", "int8", "fp64"))
-    assert launch.unsupported(int8, int8, 80, 80, torch.bfloat16) is None
-    assert "head_dim 72" in (launch.unsupported(int4, int4, 72, 72, torch.bfloat16) or "")
-    assert "fp64" in (launch.unsupported(fp64, fp64, 64, 64, torch.bfloat16) or "")
-    assert "320" in (launch.unsupported(int8, int8, 320, 64, torch.bfloat16) or "")
-    assert "float64" in (launch.unsupported(int8, int8, 64, 64, torch.float64) or "")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +155,7 @@ def test_windows_smaller_than_a_block_equal_the_formula(window: int) -> None:
 
 
 def test_softcap_bounds_the_scores_in_prefill_and_decode() -> None:
-    """N17: in both kernels, and not by accepting and ignoring it."""
+    """Both kernels apply the soft cap: capped and uncapped outputs differ."""
     for kv_dtype in ("int8", "bf16"):
         rule = Rule(scale=1.0, softcap=2.0)
         assert decode_and_prefill(kv_dtype, rule, ONE_HEAD, torch.float32) < TIGHT[torch.float32]
@@ -266,7 +252,7 @@ def test_small_values_over_a_long_context_do_not_underflow(
     """Weights of 1e-5 times V scales of 1e-4 are far below fp16: without a scale of their own 22% of V is lost."""
     heads = Heads(1, 1, 32, 32)
     chosen = parameters.DecodeParameters(tile=2048, exact_tile=16, split=16384, num_warps=4, num_stages=3)
-    monkeypatch.setattr(launch, "decode_parameters", lambda *args: chosen)
+    monkeypatch.setattr(plan_attention, "decode_parameters", lambda *args: chosen)
     tokens = Tokens.random(count, heads, dtype=torch.float16)
     tokens = replace(tokens, value=0.02 * tokens.value, query=0.2 * tokens.query)
     cache = PagedCache(heads, kv_dtype, [count], block_size=256)
@@ -288,152 +274,3 @@ def test_half_queries_survive_key_scales_of_thousands(kv_dtype: str) -> None:
         for start in (10, 19):
             rows = cache.attend([(0, tokens, start, 20)], rule)[0]
             assert error(rows, expected(tokens, kv_dtype, rule, start)) < TIGHT[torch.bfloat16]
-
-
-def test_a_launch_depends_on_shapes_alone() -> None:
-    """So that a step can be captured into a graph: planning reads no value, of tensors that have none."""
-    layout = KVLayout(*parse_kv_dtype("int8"), 2, 64, 64, 16)
-    exact = KVLayout(*(replace(raw_format(torch.bfloat16), rotate=True),) * 2, 2, 64, 64, 16)
-    with torch.device("meta"):
-        arena, exact_arena = (torch.empty(9, x.nbytes, dtype=torch.uint8) for x in (layout, exact))
-        tables = torch.empty(4, 8, dtype=torch.int32)
-        for rows in (4, 40):
-            query = torch.empty(rows, 6, 64, dtype=torch.bfloat16)
-            codes = [fmt.code for x in (layout, exact) for fmt in (x.k_format, x.v_format)]
-            lengths = torch.empty(5, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
-            out, launches = launch.plan_paged_attention(
-                query, query, arena, tables, exact_arena, tables, *lengths, None,
-                0, 0, 16, 2, 64, *codes, 0.125, 0.0, 70, 4, 16, 4,
-                target=TARGET,
-            )  # fmt: skip
-            assert out.shape == query.shape
-            assert [planned.kernel.__name__ for planned in launches] == [
-                "decode",
-                "merge",
-                "turn_query",
-                "prefill",
-                "merge",
-            ][: 5 if rows > 4 else 2]
-
-
-def test_what_changes_from_step_to_step_compiles_no_kernel_again() -> None:
-    """Triton compiles anew for an integer of 1 and for a multiple of 16: no batch and no context may cause that."""
-    layout = KVLayout(*parse_kv_dtype("int8"), 2, 64, 64, 16)
-    exact = KVLayout(*(replace(raw_format(torch.bfloat16), rotate=True),) * 2, 2, 64, 64, 16)
-    codes = [fmt.code for x in (layout, exact) for fmt in (x.k_format, x.v_format)]
-    compiled: dict[str, set[tuple]] = {}
-    for seqs, rows, blocks in ((1, 1, 1), (1, 70, 5), (3, 3, 16), (3, 40, 33), (16, 16, 320), (16, 512, 7)):
-        with torch.device("meta"):
-            arena, exact_arena = (torch.empty(9, x.nbytes, dtype=torch.uint8) for x in (layout, exact))
-            x, slots = torch.empty(rows, 2, 64, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
-            tables, query = torch.empty(seqs, blocks, dtype=torch.int32), torch.empty(rows, 6, 64, dtype=torch.bfloat16)
-            lengths = torch.empty(seqs + 1, dtype=torch.int32), torch.empty(seqs, dtype=torch.int32)
-            _, launches = launch.plan_paged_attention(
-                query, None, arena, tables, exact_arena, tables, *lengths, None,
-                0, 0, 16, 2, 64, *codes, 0.125, 0.0, 0, 0, 64, 4, target=TARGET,
-            )  # fmt: skip
-            launches += launch.plan_kv_write(arena, x, x, slots, 0, 16, *codes[:2], target=TARGET)
-        for planned in launches:
-            assert planned.kernel.kwargs["do_not_specialize"] == common.OF_STEP
-            key = tuple(
-                value
-                for name, value in planned.arguments.items()
-                if isinstance(value, int | tuple) and name not in common.OF_STEP
-            )
-            compiled.setdefault(planned.kernel.__name__, set()).add(key)
-    # Decode and its merge: of every row, or beside a prefill, which has a merge of its own.
-    assert {name: len(keys) for name, keys in compiled.items()} == {
-        "decode": 2,
-        "merge": 3,
-        "turn_query": 1,
-        "prefill": 1,
-        "kv_write": 1,
-    }
-
-
-COUNT = 200
-ROW_HEADS = Heads(3, 1, 32, 32)
-ROWS = Tokens.random(COUNT, ROW_HEADS)
-
-
-def run(kv_dtype: str, rule: Rule, bounds: tuple[int, ...], *, apart: bool = False, seed: int = 0) -> torch.Tensor:
-    """Rows from bounds[0] on, in steps that end at the other bounds."""
-    cache = PagedCache(ROW_HEADS, kv_dtype, [COUNT], exact_dtype=torch.float32, seed=seed)
-    cache.write([(0, ROWS, 0, bounds[0])])
-    rows = []
-    for start, stop in pairwise(bounds):
-        cache.write([(0, ROWS, start, stop)])
-        with triton_kernels(apart=apart):
-            rows += cache.attend([(0, ROWS, start, stop)], rule)
-    return torch.cat(rows)
-
-
-@pytest.mark.parametrize(
-    ("kv_dtype", "rule"), [("int8", "full"), ("int8", "everything"), ("fp8", "everything"), ("int4", "everything"),
-                           ("bf16", "full")]
-)  # fmt: skip
-def test_prefill_chunks_of_any_size_give_the_bits_of_one_shot(kv_dtype: str, rule: str) -> None:
-    wanted = run(kv_dtype, RULES[rule], (160, COUNT))
-    assert same_bits(run(kv_dtype, RULES[rule], (160, 177, 179, COUNT), seed=1), wanted)
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "k8v4"])
-def test_deterministic_mode_gives_the_bits_of_decoding_token_by_token(kv_dtype: str) -> None:
-    rule = RULES["everything"]
-    stepwise = run(kv_dtype, rule, tuple(range(150, 156)))
-    for bounds in ((150, 155), (150, 152, 155)):
-        assert same_bits(run(kv_dtype, rule, bounds, apart=True), stepwise)
-
-
-@pytest.mark.parametrize(("device", "calls"), [("cuda", 1), ("cpu", 0)])
-def test_deterministic_mode_gives_attention_its_rows_apart_on_a_gpu(device: str, calls: int) -> None:
-    layout = KVLayout(*parse_kv_dtype("int8"), 2, 64, 64, 16)
-    with (
-        FakeTensorMode(),
-        torch.device(device),
-        products.RowTiledProducts(),
-        patch.object(products, "rows_apart", side_effect=list) as apart,
-    ):
-        pool = LayerPool(torch.empty(9, layout.nbytes, dtype=torch.uint8), layout, 0)
-        tables, starts, lengths = (torch.empty(shape, dtype=torch.int32) for shape in ((3, 2), (4,), (3,)))
-        out = paged_attention(torch.empty(20, 4, 64), pool, tables, starts, lengths, scale=0.125)
-    assert out.shape == (20, 4, 64)
-    assert apart.call_count == calls
-
-
-@pytest.mark.parametrize(("kv_dtype", "rule"), [("int8", "full"), ("fp8", "everything"), ("int4", "everything")])
-def test_a_decode_row_has_the_same_bits_in_any_batch(kv_dtype: str, rule: str) -> None:
-    """Alone, beside longer and shorter ones, beside a prefill, and beside a neighbour full of NaN."""
-    lengths = (150, 1, 300, 129)
-    sequences = [Tokens.random(n, ROW_HEADS, seed=n) for n in lengths]
-    nan = Tokens(*(x * torch.nan for x in vars(sequences[3]).values()))
-    cache = PagedCache(ROW_HEADS, kv_dtype, (*lengths, 129), exact_dtype=torch.float32)
-    cache.write([(s, tokens, 0, len(tokens)) for s, tokens in enumerate((*sequences, nan))])
-    last = [(s, tokens, len(tokens) - 1, len(tokens)) for s, tokens in enumerate((*sequences, nan))]
-    prefill = (3, sequences[3], 121, 129)
-    with triton_kernels():
-        alone = [cache.attend([part], RULES[rule])[0] for part in last]
-        for batch in ([0, 1, 2, 3], [2, 0], [4, 0, 4, 1]):
-            for s, own in zip(batch, cache.attend([last[s] for s in batch], RULES[rule])):
-                assert own.isnan().all() if s == 4 else same_bits(own, alone[s])
-        rows = cache.attend([prefill, last[0], last[2]], RULES[rule])
-        assert same_bits(rows[0], cache.attend([prefill], RULES[rule])[0])
-        assert same_bits(rows[1], alone[0])
-        assert same_bits(rows[2], alone[2])
-
-
-@pytest.mark.parametrize(
-    ("kv_dtype", "rule"), [("int8", "full"), ("int8", "everything"), ("fp8", "everything"), ("int4", "everything"),
-                           ("bf16", "everything")]
-)  # fmt: skip
-def test_keys_that_a_row_does_not_see_do_not_change_its_bits(kv_dtype: str, rule: str) -> None:
-    """Later tokens of its own chunk a thousand times as large, and outside the window, must not move any scale."""
-    wanted = run(kv_dtype, RULES[rule], (160, 180))
-    i = torch.arange(COUNT)[:, None, None]
-    large = torch.where((i >= 170) | (i < 40) & (i > 5) & bool(RULES[rule].window), 1000.0, 1.0)
-    tokens = replace(ROWS, key=ROWS.key * large, value=ROWS.value * large)
-    cache = PagedCache(ROW_HEADS, kv_dtype, [COUNT], exact_dtype=torch.float32)
-    cache.write([(0, tokens, 0, 180)])
-    with triton_kernels():
-        rows = cache.attend([(0, ROWS, 160, 180)], RULES[rule])[0]
-    assert same_bits(rows[:10], wanted[:10])

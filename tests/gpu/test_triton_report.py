@@ -57,5 +57,5 @@ def test_decode_leaves_the_multiprocessors_idle_slots_on_consumer_gpus(rows: lis
 
 
 def test_fp8_compiles_for_targets_without_e4m3_and_for_those_with(rows: list[dict]) -> None:
-    """N20: nothing is left to a refusal deep inside a step."""
+    """A target that cannot serve fp8 would refuse only inside a step."""
     assert {r["target"] for r in rows if r["format"] == "fp8"} >= {"sm_80", "sm_86", "sm_90", "gfx942"}

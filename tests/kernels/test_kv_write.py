@@ -174,7 +174,7 @@ def test_blocks_beyond_two_gigabytes_are_reached(kv_dtype: str) -> None:
 def test_a_pool_spends_the_bytes_of_its_format_and_less_than_64_more_per_block(
     kv_dtype: str, dim: int, block_size: int
 ) -> None:
-    """N13: what is promised per token is what the arena holds."""
+    """The bytes per token that a layout states are those that the arena holds."""
     layout = KVLayout(*parse_kv_dtype(kv_dtype), 3, dim, dim, block_size)
     groups = -(-dim // 32)
     per_vector = {"bf16": 2 * dim, "int8": dim + 2, "fp8": dim + 2, "int4": dim // 2 + 2 * groups}

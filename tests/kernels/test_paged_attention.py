@@ -171,7 +171,7 @@ def test_views_of_packed_and_of_head_major_tensors_are_read_as_they_lie(kv_dtype
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("meets", ["a zero code", "the largest code"])
 def test_fp16_queries_survive_key_scales_of_thousands(kv_dtype: str, meets: str) -> None:
-    """N07: query 40 times key scale 4000 is beyond fp16, whether or not the code it meets is zero."""
+    """A query of 40 times a key scale of 4000 is beyond fp16, whether or not the code it meets is zero."""
     heads = Heads(1, 1, 64, 64)
     basis = torch.eye(64) if kv_dtype == "fp8" else rotate(torch.eye(64))
     largest = {"int8": 127, "fp8": 448, "int4": 7}[kv_dtype] * 4000.0

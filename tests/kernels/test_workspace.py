@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lean.kernels import reference
+from lean.kernels.call import AttentionCall
 
 
 class Allocations(TorchDispatchMode):
@@ -23,7 +24,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.lean.paged_attention.default:
             with self:
-                return reference.paged_attention(*args)
+                return reference.paged_attention(AttentionCall(*args))
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import numpy
@@ -18,6 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from lean.engine.deterministic import rows_apart
+from lean.kernels.call import AttentionCall, WriteCall
 
 
 def _kernel_modules() -> dict:
@@ -28,7 +30,7 @@ _compiled = _kernel_modules()
 for _name in _compiled:
     del sys.modules[_name]
 with patch.dict(os.environ, TRITON_INTERPRET="1"):
-    from lean.kernels.triton import launch, parameters
+    from lean.kernels.triton import parameters, plan_attention, plan_kv_write
 for _name in _kernel_modules():
     del sys.modules[_name]
 sys.modules.update(_compiled)
@@ -40,15 +42,15 @@ _core, _standard = (
 TARGET = parameters.Target("interpreter", 0)
 
 
-def _kv_write(*args: object) -> None:
-    for planned in launch.plan_kv_write(*args, target=TARGET):
+def _kv_write(*args: Any) -> None:
+    for planned in plan_kv_write.plan_kv_write(WriteCall(*args), TARGET):
         planned.run()
 
 
 def _attention(apart: bool):
-    def call(*args: object) -> torch.Tensor:
-        args = rows_apart(args) if apart else args
-        out, launches = launch.plan_paged_attention(*args, target=TARGET)
+    def call(*args: Any) -> torch.Tensor:
+        arguments = AttentionCall(*args)
+        out, launches = plan_attention.plan_paged_attention(rows_apart(arguments) if apart else arguments, TARGET)
         for planned in launches:  # what kernels leave unwritten is poison
             for name in {"parts", "sums"} & planned.arguments.keys():
                 planned.arguments[name].fill_(torch.nan)

@@ -11,6 +11,7 @@ import torch
 from lean.eval.bench.shape import BLOCK_SIZE, Shape, layouts
 from lean.eval.bench.timing import COLD_BYTES, Timing, take_turns
 from lean.kernels import reference
+from lean.kernels.call import WriteCall
 from lean.kernels.layout import KVLayout, blocks_for
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
 
@@ -112,11 +113,10 @@ def worst_error(kv_dtype: str, shape: Shape, rule: str, context: int, device: to
     torch.manual_seed(0)
     dtype, rows = torch.bfloat16, 9
     layer = Layer.random(kv_dtype, shape, 3, context, dtype, device)
-    layout = layer.pool.layout
     key, value = (torch.randn(9, shape.num_kv_heads, shape.head_dim, device=device).to(dtype) for _ in range(2))
     slots = torch.arange(40, 49, device=device)
     theirs = layer.pool.arena.clone()
-    reference.kv_write(theirs, key, value, slots, 0, BLOCK_SIZE, layout.k_format.code, layout.v_format.code)
+    reference.kv_write(WriteCall(theirs, key, value, slots, 0, BLOCK_SIZE, *layer.pool.codes))
     kv_write(layer.pool, key, value, slots)
     if not torch.equal(theirs, layer.pool.arena):
         return float("inf")

@@ -167,11 +167,12 @@ def copy_bandwidth(device: torch.device) -> float:
 def interpret() -> torch.library.Library:
     """Run the Triton kernels on the CPU, interpreted. Call it before anything imports Triton."""
     os.environ["TRITON_INTERPRET"] = "1"
+    from lean.kernels.call import from_arguments
     from lean.kernels.triton import backend
 
     library = torch.library.Library("lean", "IMPL", "CPU")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel")
         for name in ("kv_write", "paged_attention"):
-            library.impl(name, getattr(backend, name), allow_override=True)
+            library.impl(name, from_arguments(name, getattr(backend, name)), allow_override=True)
     return library
