@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import torch
 
-from lean.cache.usage import CacheUse
+from lean.cache.usage import CacheUse, cache_use
 from lean.config import EngineConfig
 from lean.engine.assemble import assemble
 from lean.engine.engine import Engine
@@ -185,7 +185,7 @@ class LLM:
     @property
     def peak_use(self) -> CacheUse:
         """What the cache held at the step with the most tokens."""
-        return self.engine.peak_use
+        return cache_use(self.plan, self.engine.manager, self.engine.peak)
 
     def stats(self) -> CacheUse:
         """What the cache holds now."""

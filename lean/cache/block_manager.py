@@ -215,9 +215,13 @@ class BlockManager:
         """Tokens of all sequences in the cache."""
         return sum(seq.num_tokens for seq in self._sequences.values())
 
-    def tokens_kept(self, pool: int) -> int:
-        """Tokens of all sequences whose block in this pool has not been evicted."""
-        return sum(seq.num_tokens - self.block_size * seq.num_evicted[pool] for seq in self._sequences.values())
+    def tokens_kept(self) -> list[int]:
+        """Per pool, the tokens of all sequences whose block has not been evicted."""
+        kept = [self.tokens_held()] * len(self.pools)
+        for seq in self._sequences.values():
+            for pool, evicted in enumerate(seq.num_evicted):
+                kept[pool] -= self.block_size * evicted
+        return kept
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is free, or referenced as often as the tables name it."""

@@ -1,6 +1,7 @@
 """What the cache holds at one moment, pool by pool."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lean.cache.block_manager import BlockManager
 from lean.cache.plan import CachePlan
@@ -36,8 +37,26 @@ class CacheUse:
     pools: list[PoolUse]
 
 
-def cache_use(plan: CachePlan, manager: BlockManager) -> CacheUse:
-    """Occupancy of all pools at this moment."""
+class Occupancy(NamedTuple):
+    """Counts of one moment, cheap enough for every step; `cache_use` makes a report of them.
+
+    Attributes:
+        tokens_held: tokens of all sequences.
+        blocks_used, tokens_kept: per pool, the blocks in use and the tokens whose block has not been evicted.
+    """
+
+    tokens_held: int
+    blocks_used: list[int]
+    tokens_kept: list[int]
+
+
+def occupancy(manager: BlockManager) -> Occupancy:
+    """The counts of this moment."""
+    return Occupancy(manager.tokens_held(), [pool.num_used for pool in manager.pools], manager.tokens_kept())
+
+
+def cache_use(plan: CachePlan, manager: BlockManager, at: Occupancy) -> CacheUse:
+    """What the pools of ``plan`` and ``manager`` held at one moment."""
     pools = [
         PoolUse(
             layers=list(spec.layers),
@@ -47,11 +66,11 @@ def cache_use(plan: CachePlan, manager: BlockManager) -> CacheUse:
             sinks=spec.num_sink_tokens,
             bytes_per_token=spec.bytes_per_token,
             num_blocks=pool.num_blocks,
-            blocks_used=pool.num_used,
-            tokens_held=manager.tokens_kept(index),
-            bytes_held=pool.num_used * spec.block_bytes,
+            blocks_used=used,
+            tokens_held=kept,
+            bytes_held=used * spec.block_bytes,
         )
-        for index, (spec, pool) in enumerate(zip(plan.pools, manager.pools))
+        for spec, pool, used, kept in zip(plan.pools, manager.pools, at.blocks_used, at.tokens_kept)
     ]
     bf16 = sum(use.tokens_held * spec.bytes_per_token_bf16 for use, spec in zip(pools, plan.pools) if not spec.exact)
-    return CacheUse(manager.tokens_held(), sum(pool.bytes_held for pool in pools), bf16, pools)
+    return CacheUse(at.tokens_held, sum(pool.bytes_held for pool in pools), bf16, pools)

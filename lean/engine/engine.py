@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lean.cache.usage import CacheUse, cache_use
+from lean.cache.usage import CacheUse, cache_use, occupancy
 from lean.engine.assemble import Parts
 from lean.engine.mailbox import Mailbox
 from lean.engine.outputs import last_output, next_output
@@ -31,14 +31,14 @@ class Engine:
 
     Attributes:
         parts: the model, its cache and what runs steps on them. scheduler: which requests run and wait.
-        peak_use: occupancy of the cache at the step with the most tokens.
+        peak: occupancy of the cache at the step with the most tokens.
     """
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.config, self.model, self.runner, self.manager = parts.config, parts.model, parts.runner, parts.manager
         self.scheduler = Scheduler(parts.config, parts.manager, parts.size)
-        self.peak_use = self.stats()
+        self.peak = occupancy(self.manager)
         self._steps = 0
         self._seq_ids = itertools.count()
         self.lock = threading.Lock()  # held by whoever changes the scheduler, the manager or the requests
@@ -125,8 +125,8 @@ class Engine:
 
     def _commit(self, chunks: Sequence[Chunk], result: StepResult) -> None:
         """Count what has been computed, and give every request its output."""
-        if self.manager.tokens_held() >= self.peak_use.tokens_held:
-            self.peak_use = self.stats()
+        if self.manager.tokens_held() >= self.peak.tokens_held:
+            self.peak = occupancy(self.manager)
         for chunk, finite in zip(chunks, result.finite):
             if finite:
                 self.scheduler.advance(chunk)
@@ -237,7 +237,7 @@ class Engine:
 
     def stats(self) -> CacheUse:
         """What the cache holds now."""
-        return cache_use(self.parts.plan, self.manager)
+        return cache_use(self.parts.plan, self.manager, occupancy(self.manager))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless requests, scheduler and blocks agree with each other.

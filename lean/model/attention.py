@@ -119,8 +119,11 @@ def lean_attention(
     """
     index: int = module.layer_idx  # type: ignore[assignment]
     layer = kv_cache.layers[index]
-    unknown = [name for name in kwargs if kwargs[name] is not None and name not in _HARMLESS]
-    if kwargs.get("is_causal") is False:
+    unknown = []
+    for name in kwargs:  # no comprehension, here and below: a frame per layer and token
+        if kwargs[name] is not None and name not in _HARMLESS:
+            unknown.append(name)
+    if "is_causal" in kwargs and kwargs["is_causal"] is False:
         unknown.append("is_causal=False")
     if attention_mask is not None:
         unknown.append("an attention mask")
@@ -130,7 +133,7 @@ def lean_attention(
         raise ModelError(f"the model's attention uses {', '.join(unknown)}, which lean does not support")
     if (sliding_window or 0) != layer.own_window:
         raise ModelError(f"layer {index} asks for window {sliding_window}, the cache has {layer.own_window}")
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    q, k, v = query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     inputs = LayerInputs(index, q, k, v, scale, softcap or 0.0, s_aux)
     out = attend(inputs, layer, attention_batch)

@@ -12,6 +12,7 @@ from helpers import refusal
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
+from lean.cache.usage import occupancy
 from lean.kernels.reference import read_slots
 from lean.model.info import inspect_model
 from lean.model.load import LoadedModel, load_model
@@ -86,7 +87,7 @@ def test_the_pools_of_a_report_describe_what_is_held(model):
     llm.add_request(IDS, SamplingParams(1), keep_cache=True)
     while llm.has_work:
         llm.step()
-    llm.engine.peak_use = llm.stats()
+    llm.engine.peak = occupancy(llm.engine.manager)
     report = kv_report(llm)
     assert (report["format_k"], report["format_v"]) == ("fp32/int8/int4", "fp32/int4")
     assert report["bytes_per_token"] == 256 + 2 * 56 + 40
