@@ -1,4 +1,4 @@
-"""The benchmark for GPUs runs end to end on a CPU, so that it cannot fail first where minutes are dear."""
+"""The benchmark for GPUs runs end to end on a CPU, so that its faults are found before it runs on a GPU."""
 
 import json
 import os
