@@ -138,15 +138,7 @@ def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mappi
         if key.shape[1:] != (heads, layout.k_dim) or value.shape[1:] != (heads, layout.v_dim):
             raise ValueError(f"key {tuple(key.shape)} / value {tuple(value.shape)} do not fit {layout}")
         raise ValueError(f"{key.shape[0]} keys, {value.shape[0]} values, {num_tokens} slots")
-    torch.ops.lean.kv_write(
-        pool.arena,
-        key,
-        value,
-        slot_mapping,
-        pool.offset,
-        layout.block_size,
-        *pool.codes,
-    )
+    torch.ops.lean.kv_write(pool.arena, key, value, slot_mapping, pool.offset, layout.block_size, *pool.codes)
 
 
 def paged_attention(
@@ -214,27 +206,12 @@ def paged_attention(
         raise ValueError(f"query_sink {tuple(query_sink.shape)} is not shaped like query {tuple(query.shape)}")
     if sink_logits is not None and sink_logits.shape != (shape[1],):
         raise ValueError(f"sink_logits {tuple(sink_logits.shape)} must be [{query.shape[1]}]")
+    exact_arena, exact_offset, exact_codes = None, 0, pool.codes
+    if exact is not None:
+        exact_arena, exact_offset, exact_codes = exact.arena, exact.offset, exact.codes
     return torch.ops.lean.paged_attention(
-        query,
-        query_sink,
-        pool.arena,
-        block_tables,
-        exact.arena if exact is not None else None,
-        exact_block_tables,
-        query_start_loc,
-        seq_lens,
-        sink_logits,
-        pool.offset,
-        exact.offset if exact is not None else 0,
-        layout.block_size,
-        layout.num_kv_heads,
-        layout.v_dim,
-        *pool.codes,
-        *(pool if exact is None else exact).codes,
-        float(scale),
-        float(softcap),
-        window,
-        num_sink_tokens,
-        residual_length,
-        num_exact_sinks,
-    )
+        query, query_sink, pool.arena, block_tables, exact_arena, exact_block_tables, query_start_loc, seq_lens,
+        sink_logits, pool.offset, exact_offset, layout.block_size, layout.num_kv_heads, layout.v_dim,
+        *pool.codes, *exact_codes, float(scale), float(softcap),
+        window, num_sink_tokens, residual_length, num_exact_sinks,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from lean.kernels import reference
-from lean.kernels.call import AttentionCall, WriteCall
+from lean.kernels.call import AttentionCall, WriteCall, layout_of
 from lean.kernels.cpu import build
 from lean.quant import BF16, FP8, FP16, FP32, INT4, INT8, KVFormat
 
@@ -38,13 +38,14 @@ class Library:
         if isa is not None and isa not in available:
             raise ValueError(f"LEAN_CPU_ISA={isa!r} cannot be served: this CPU and build have {', '.join(available)}")
         self.isa = isa or available[-1]
-        number = ISAS.index(self.isa)
+        self.isa_number = ISAS.index(self.isa)
 
-        def entry(name: str) -> Callable[[bytes], None]:
+        def entry(name: str) -> Callable[[bytes, int], None]:
             function = getattr(library, name)
             function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_int64], None
-            return lambda block: function(block, number)
+            return function
 
+        # Each takes a block of arguments (args.h) and ``isa_number``.
         self.kv_write, self.paged_attention = entry("lean_kv_write"), entry("lean_paged_attention")
 
 
@@ -104,7 +105,8 @@ def kv_write(call: WriteCall) -> None:
     serving = _serving if _chosen else choose()
     if serving is None or dtype < 0 or call.value.dtype != call.key.dtype or k_format < 0 or v_format < 0:
         return reference.kv_write(call)
-    layout = call.layout
+    _, num_kv_heads, k_dim = call.key.shape
+    layout = layout_of(call.k_format, call.v_format, num_kv_heads, k_dim, call.value.shape[2], call.block_size)
     (key, key_strides), (value, value_strides) = _dense(call.key), _dense(call.value)
     slots = _packed(call.slot_mapping, torch.int64)
     serving.kv_write(
@@ -113,7 +115,8 @@ def kv_write(call: WriteCall) -> None:
             key.data_ptr(), value.data_ptr(), *key_strides, *value_strides, slots.data_ptr(),
             slots.shape[0], layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size, dtype,
             layout.k_format.rotate, layout.v_format.rotate, torch.get_num_threads(),
-        )
+        ),
+        serving.isa_number,
     )  # fmt: skip
 
 
@@ -123,17 +126,20 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     exact_k_format, exact_v_format = _FORMATS[call.exact_k_format], _FORMATS[call.exact_v_format]
     dtype = _DTYPES.get(call.query.dtype, -1)
     serving = _serving if _chosen else choose()
-    if serving is None or dtype < 0 or min(k_format, v_format, exact_k_format, exact_v_format) < 0:
+    has_format = k_format >= 0 and v_format >= 0 and exact_k_format >= 0 and exact_v_format >= 0
+    if serving is None or dtype < 0 or not has_format:
         return reference.paged_attention(call)
-    layout = call.layout
-    num_tokens, num_q_heads, _ = call.query.shape
+    num_tokens, num_q_heads, k_dim = call.query.shape
+    sizes = call.num_kv_heads, k_dim, call.v_dim, call.block_size
+    layout = layout_of(call.k_format, call.v_format, *sizes)
     (query, strides), tables = _dense(call.query), _packed(call.block_tables, torch.int32)
     exact_pool: tuple[int, ...] = _NO_POOL
     exact_tables = tables
     if call.exact_arena is not None and call.exact_block_tables is not None:
+        exact_layout = layout_of(call.exact_k_format, call.exact_v_format, *sizes)
         exact_pool = (
             call.exact_arena.data_ptr() + call.exact_layer_offset, call.exact_arena.stride()[0],
-            *call.exact_layout.offsets, exact_k_format, exact_v_format,
+            *exact_layout.offsets, exact_k_format, exact_v_format,
         )  # fmt: skip
         exact_tables = _packed(call.exact_block_tables, torch.int32)
     sink, sink_strides = (None, (0, 0)) if call.query_sink is None else _dense(call.query_sink.to(query.dtype))
@@ -150,6 +156,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
             layout.block_size, dtype, layout.k_format.rotate, layout.v_format.rotate,
             call.window, call.num_sink_tokens, call.residual_length, call.num_exact_sinks,
             torch.get_num_threads(), call.scale, call.softcap,
-        )
+        ),
+        serving.isa_number,
     )  # fmt: skip
     return out

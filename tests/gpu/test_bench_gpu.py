@@ -1,4 +1,4 @@
-"""The GPU benchmark runs end to end on a CPU, so that it does not fail first on a rented GPU."""
+"""The benchmark for GPUs runs end to end on a CPU, so that its faults are found before it runs on a GPU."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def decoded(variant: str, ms: float, share: float, speedup: float) -> Figure:
     return Figure("decode", variant, "32/8x128", 8, 32768, ms, share, "of copy", speedup)
 
 
-def test_missed_targets_are_named() -> None:
+def test_what_falls_short_of_the_targets_is_named() -> None:
     good = [decoded("bf16", 2.0, 0.85, 1.0), decoded("int8", 1.1, 0.8, 1.82), decoded("int8+R", 1.15, 0.8, 1.74)]
     assert missed(good) == []
     slow = [decoded("bf16", 2.0, 0.7, 1.0), decoded("int4", 1.0, 0.5, 2.0), decoded("int4+R", 1.2, 0.5, 1.67)]

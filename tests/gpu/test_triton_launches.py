@@ -72,7 +72,7 @@ def test_what_changes_from_step_to_step_compiles_no_kernel_again() -> None:
                 if isinstance(value, int | tuple) and name not in common.OF_STEP
             )
             compiled.setdefault(planned.kernel.__name__, set()).add(key)
-    # Decode and its merge: of every row, or beside a prefill, which has a merge of its own.
+    # Decode and its merge are compiled twice, for every row and beside a prefill. The prefill has a third merge.
     assert {name: len(keys) for name, keys in compiled.items()} == {
         "decode": 2,
         "merge": 3,

@@ -1,6 +1,6 @@
 """Compiled without a GPU, the kernels keep to the registers, load widths and instruction counts that make them fast.
 
-The report runs in a process of its own, since this one may interpret the kernels.
+The report runs in a separate process, because this one may interpret the kernels.
 """
 
 import json

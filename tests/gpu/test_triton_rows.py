@@ -91,7 +91,7 @@ def test_a_decode_row_has_the_same_bits_in_any_batch(kv_dtype: str, rule: str) -
                            ("bf16", "everything")]
 )  # fmt: skip
 def test_keys_that_a_row_does_not_see_do_not_change_its_bits(kv_dtype: str, rule: str) -> None:
-    """Later tokens of its own chunk a thousand times as large, and outside the window, must not move any scale."""
+    """Keys a thousand times as large, later in the chunk or outside the window, must not change any scale."""
     wanted = run(kv_dtype, RULES[rule], (160, 180))
     i = torch.arange(COUNT)[:, None, None]
     large = torch.where((i >= 170) | (i < 40) & (i > 5) & bool(RULES[rule].window), 1000.0, 1.0)

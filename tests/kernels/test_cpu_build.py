@@ -44,7 +44,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, tmp_path
         build.build(tmp_path)
 
 
-def test_a_named_compiler_that_is_not_there_is_none(monkeypatch):
+def test_a_named_compiler_that_does_not_exist_is_not_used(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
     assert build.compiler() is None
 
@@ -76,7 +76,7 @@ def test_the_name_changes_with_every_source(monkeypatch, tmp_path):
     assert len(names) == 1 + len(list(tmp_path.iterdir()))
 
 
-def test_the_start_up_line_says_what_is_lost_and_how_to_get_it(monkeypatch, nothing_built, tmp_path):
+def test_the_start_up_line_says_what_is_missing_and_how_to_build_it(monkeypatch, nothing_built, tmp_path):
     monkeypatch.setenv("CXX", compiler(tmp_path, "exit 0"))
     lost = "torch reference (cpu), many times slower than the C++ kernels, which are not built: "
     assert ops.backend(CPU) == lost + build.HOW

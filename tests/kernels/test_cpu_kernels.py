@@ -37,7 +37,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     torch.set_num_threads(1)
 
 
-def test_the_name_of_the_back_end_tells_the_instruction_set(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_the_back_end_contains_the_instruction_set(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.backend(CPU) == f"C++ {isa} (cpu)"
     monkeypatch.setenv("LEAN_CPU_ISA", "avx1024")
     with pytest.raises(ValueError, match="LEAN_CPU_ISA='avx1024'"):
@@ -205,7 +205,7 @@ def test_what_no_row_sees_does_not_matter(kv_dtype: str, rule: str, poison: str)
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "int4"])
-def test_a_non_finite_query_spoils_its_own_row_alone(kv_dtype: str, bad: float) -> None:
+def test_a_non_finite_query_makes_only_its_own_row_nan(kv_dtype: str, bad: float) -> None:
     tokens = Tokens.random(60, Heads())
     cache = PagedCache(Heads(), kv_dtype, [60])
     rows = cache.run(tokens, Rule(), 60)
@@ -248,7 +248,7 @@ def test_decode_needs_no_memory_that_grows_with_the_context() -> None:
 
 
 def test_torch_and_the_kernels_share_one_pool_of_threads() -> None:
-    """In a process of its own: other packages bring a libgomp of theirs."""
+    """In a separate process, because other packages load their own libgomp."""
     code = """if True:
         from lean.kernels.cpu import binding
         assert binding.choose() is not None

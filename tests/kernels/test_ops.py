@@ -27,7 +27,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def arguments(kv_dtype: str, rule: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What the wrappers hand to the two ops."""
+    """The arguments that the wrappers pass to the two ops."""
     seen: list[tuple[Any, ...]] = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):

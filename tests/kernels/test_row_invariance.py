@@ -1,4 +1,4 @@
-"""A row is the same to the bit whatever the chunk, the batch, the block size or the number of threads."""
+"""The bits of a row do not depend on the chunk, the batch, the block size or the number of threads."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -107,7 +107,7 @@ def test_decode_batches_in_float64_have_the_bits_of_each_alone(kv_dtype: str, ru
 
 @pytest.mark.parametrize("rule", ["full", "everything"])
 @pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8", "int4"])
-def test_a_decode_row_does_not_feel_a_neighbour_full_of_nan(kv_dtype: str, rule: str) -> None:
+def test_a_decode_row_is_unchanged_beside_a_sequence_full_of_nan(kv_dtype: str, rule: str) -> None:
     wanted: list[torch.Tensor] = []
     for spoilt in (None, 0, 3, 8):
         cache = PagedCache(Heads(), kv_dtype, RAGGED, exact_dtype=EXACT)
@@ -184,7 +184,7 @@ def test_every_format_has_the_same_bits_on_any_number_of_threads(
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("kv_dtype", ["bf16", "k8v4"])
 def test_what_lies_in_the_cache_after_a_row_does_not_matter(kv_dtype: str, rule: Rule) -> None:
-    """The chunk's later tokens, and whatever a truncated or preempted run left there."""
+    """The chunk's later tokens, and bytes that a truncated or preempted run left there."""
     longer = PagedCache(Heads(), kv_dtype, [COUNT], exact_dtype=EXACT)
     longer.write([(0, TOKENS, 0, COUNT)])
     (rows,) = longer.attend([(0, TOKENS, 100, 150)], rule)

@@ -1,4 +1,4 @@
-"""Temporary memory of the torch reference: bounded by the shape of the heads, whatever the context."""
+"""Temporary memory of the torch reference: bounded by the shape of the heads, at any context length."""
 
 import weakref
 from typing import Any

@@ -1,8 +1,8 @@
 """Attention in float64 from the formulas alone, and caches to try the ops on.
 
-`expected` knows positions and no blocks. All it takes from lean is `quantize_dequantize`, which says what a cache makes
-of a vector. `PagedCache` is a careless engine's cache: block ids are shuffled, everything that was not written is
-poison, and so are evicted blocks, the null block and the neighbouring layers.
+`expected` knows positions and no blocks. It takes one function from lean, `quantize_dequantize`, the value of a vector
+that went through a cache. It shares no code with `lean.kernels.naive`. `PagedCache` is the worst cache an engine may
+have: block ids are shuffled, and unwritten slots, evicted blocks, the null block and other layers hold poison.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ FILLS = {"zeros": (0,), "0x7f": (0x7F,), "0xff": (0xFF,), "fp16 nan": (0x00, 0x7
 
 @dataclass(frozen=True)
 class Rule:
-    """What a row sees and reads exact; the names of the design."""
+    """Which keys a row sees, and which of them it reads exact; the names are those of `paged_attention`."""
 
     window: int = 0
     num_sink_tokens: int = 0
@@ -51,7 +51,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one layer is given for the tokens of one sequence, each [tokens, heads, dim]."""
+    """The inputs of one layer for the tokens of one sequence, each [tokens, heads, dim]."""
 
     query: torch.Tensor
     query_sink: torch.Tensor
@@ -236,7 +236,7 @@ class PagedCache:
 
 
 def error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference, relative to the largest number wanted. NaN if anything is."""
+    """Largest difference, relative to the largest number wanted. NaN if any number is NaN."""
     return ((actual.double() - wanted).abs().max() / wanted.abs().max()).item()
 
 
