@@ -1,10 +1,11 @@
 """From an `AttentionCall` to launches: which kernel, which grid, which arguments. Nothing here asks the device."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from lean.kernels.call import AttentionCall
+from lean.kernels.call import AttentionCall, layout_of
 from lean.kernels.layout import KVLayout
 from lean.kernels.triton.common import FORMAT_CODES
 from lean.kernels.triton.decode import decode, merge
@@ -145,11 +146,10 @@ def plan_paged_attention(call: AttentionCall, target: Target) -> tuple[torch.Ten
     layout, rule = call.layout, Rule.of(call)
     out = query.new_empty(num_rows, num_q_heads, call.v_dim)
     arguments = _query_arguments(call, query, query_sink) | _pool_arguments(call) | _rule_arguments(call, rule)
-    arguments |= {
-        "FORMATS": Formats.of(layout, target, query.dtype),
-        "EXACT_FORMATS": Formats.of(call.exact_layout, target, query.dtype),
-        "DIMS": Dims.of(layout, query.dtype),
-    }
+    codes = call.k_format, call.v_format
+    exact_codes = codes if call.exact_arena is None else (call.exact_k_format, call.exact_v_format)
+    sizes = call.num_kv_heads, layout.k_dim, layout.v_dim, call.block_size
+    arguments |= _format_arguments(codes, exact_codes, sizes, target, query.dtype)
     step = _Step(call, target, layout, rule, query, query_sink, out, arguments)
     tuned = decode_parameters(layout, query.dtype, target)
     every_row = num_rows <= step.num_seqs
@@ -178,7 +178,6 @@ def _query_arguments(call: AttentionCall, query: torch.Tensor, query_sink: torch
 
 def _pool_arguments(call: AttentionCall) -> dict[str, Any]:
     """Both pools; without an exact pool the kernels get the quantized one twice and read it once."""
-    layout, exact_layout = call.layout, call.exact_layout
     exact_table = call.block_tables if call.exact_block_tables is None else call.exact_block_tables
     exact_arena = call.arena if call.exact_arena is None else call.exact_arena
     return {
@@ -186,18 +185,38 @@ def _pool_arguments(call: AttentionCall) -> dict[str, Any]:
         "table_stride": call.block_tables.stride(0),
         "base": base_of(call.arena, call.layer_offset),
         "block_stride": call.arena.stride(0),
-        "k_scales_offset": layout.k_scales_offset,
-        "v_codes_offset": layout.v_codes_offset,
-        "v_scales_offset": layout.v_scales_offset,
         "exact_table": exact_table,
         "exact_table_stride": exact_table.stride(0),
         "exact_base": base_of(exact_arena, call.exact_layer_offset),
         "exact_block_stride": exact_arena.stride(0),
+    }
+
+
+@cache
+def _format_arguments(
+    codes: tuple[int, int],
+    exact_codes: tuple[int, int],
+    sizes: tuple[int, int, int, int],
+    target: Target,
+    query_dtype: torch.dtype,
+) -> dict[str, Any]:
+    """The arguments that follow from formats and sizes; read only, since all calls with these share them.
+
+    codes, exact_codes: K's and V's format of the two pools. sizes: KV heads, k_dim, v_dim, block size.
+    """
+    layout, exact_layout = layout_of(*codes, *sizes), layout_of(*exact_codes, *sizes)
+    return {
+        "k_scales_offset": layout.k_scales_offset,
+        "v_codes_offset": layout.v_codes_offset,
+        "v_scales_offset": layout.v_scales_offset,
         "exact_k_scales_offset": exact_layout.k_scales_offset,
         "exact_v_codes_offset": exact_layout.v_codes_offset,
         "exact_v_scales_offset": exact_layout.v_scales_offset,
-        "BLOCK_SIZE": call.block_size,
+        "FORMATS": Formats.of(layout, target, query_dtype),
+        "EXACT_FORMATS": Formats.of(exact_layout, target, query_dtype),
+        "DIMS": Dims.of(layout, query_dtype),
         "K_ROTATION": rotation_of(layout.k_format, layout.k_dim),
+        "BLOCK_SIZE": layout.block_size,
     }
 
 
