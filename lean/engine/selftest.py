@@ -82,7 +82,7 @@ def try_rotation(runner: Runner, manager: BlockManager) -> SinkRotary:
         error = float((found - want).abs().max() / want.abs().max())
         if not shape.window and not error <= tolerance:
             raise ModelError(
-                f"{info.source.name}: the position encoding of layer {layer} is not a rotation that lean can invert "
+                f"{info.source.name}: the position encoding of layer {layer} is not a rotation that lean can turn back "
                 f"(relative error {error:.2g}), so the model cannot run with --window"
             )
     return rotation

@@ -45,7 +45,7 @@ def test_windows_are_compared_with_the_exact_cache_without_a_window(done):
 
 
 def test_sizes_are_those_of_a_bf16_model_with_blocks_and_residual(done, model):
-    info = inspect_model(resolve(str(model)))
+    info = inspect_model(resolve(str(model)), EngineConfig())
     found = {cell.cell: cell.nbytes for cell in done.sweep.measured}
     config = EngineConfig("int4", kv_residual_length=32, max_num_seqs=1)
     plan = plan_cache(info.layers, config, BF16)
@@ -73,7 +73,7 @@ def test_a_window_within_the_residual_is_reported_as_the_exact_cache(model, tmp_
     sweep = run(model, tmp_path, Grid(("int8",), (32,), (32,), max_tokens=60, context=64))
     (cell,) = sweep.impossible
     assert cell == Impossible(Cell("int8", 32, 32), cell.reason)
-    assert "the residual of 32 covers them" in cell.reason
+    assert "the residual of 32 tokens covers the window" in cell.reason
 
 
 def test_a_window_longer_than_the_text_is_marked(model, tmp_path):

@@ -18,7 +18,7 @@ from lean import LLM, EngineConfig, SamplingParams
 from lean.engine.scheduler import Chunk
 from lean.engine.selftest import try_rotation
 from lean.errors import ModelError
-from lean.model.attention import AttentionBatch
+from lean.model.attention import AttentionBatch, Observer
 from lean.model.info import inspect_model
 from lean.model.load import LoadedModel, load_model
 from lean.model.rotary import SinkRotary, SinkTurn
@@ -183,12 +183,12 @@ def test_positions_and_shifts_of_sinks_do_not_depend_on_evicted_blocks(model):
             shifts[-len(moved) :] = moved.tolist()
             return rotary.back(moved, device)
 
-    def watched(chunks: list[Chunk]) -> AttentionBatch:
+    def watched(chunks: list[Chunk], observer: Observer | None) -> AttentionBatch:
         [chunk] = chunks
         rows.extend(range(chunk.start, chunk.end))
         shifts.extend([0] * (chunk.end - chunk.start))
         evicted.append(block_table(llm, chunk.request.seq_id, 0).count(0))
-        made = make(chunks)
+        made = make(chunks, observer)
         assert made.positions.tolist() == rows[chunk.start :]
         return made
 
