@@ -51,7 +51,7 @@ class Import(NamedTuple):
 
 
 def files(*folders: str) -> list[Path]:
-    """Python files of some folders, each file once whatever links lead to it."""
+    """Python files of some folders, each file once, by whichever link it is found."""
     return sorted({path.resolve() for folder in folders for path in (ROOT / folder).rglob("*.py")})
 
 

@@ -53,7 +53,7 @@ def row_tiled_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = N
 
 def rows_apart(call: AttentionCall) -> AttentionCall:
     """The same call with every row as a sequence of one row. The output is the same, and the kernel that serves decode
-    steps computes it, whatever the rows' chunk. No value is read from the device."""
+    steps computes it for any chunk. No value is read from the device."""
     query, starts, lengths = call.query, call.query_start_loc, call.seq_lens
     row = torch.arange(query.shape[0], dtype=starts.dtype, device=query.device)
     owner = torch.searchsorted(starts[1:], row, right=True)

@@ -133,7 +133,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> 
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(logits, dim=-1)
-    likeliest: list[list[tuple[int, float]]] = [[] for _ in token_ids]
+    most_likely: list[list[tuple[int, float]]] = [[] for _ in token_ids]
     top = min(top, logits.shape[-1])
     if top:
         # Ranked by logit, like greedy decoding: two logits may round to one log-probability. topk orders ties randomly.
@@ -143,10 +143,10 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> 
         ranked: list[list[tuple[float, int, float]]] = [[] for _ in token_ids]
         for (row, token), logit, logprob in found:
             ranked[row].append((-logit, token, logprob))
-        likeliest = [[(token, logprob) for _, token, logprob in sorted(row)[:top]] for row in ranked]
+        most_likely = [[(token, logprob) for _, token, logprob in sorted(row)[:top]] for row in ranked]
     ids = torch.tensor(token_ids, dtype=torch.long, device=logits.device)
     chosen = logprobs.gather(1, ids[:, None])[:, 0]
     if not bool(chosen.isfinite().all()):
         bad = token_ids[int(chosen.isfinite().logical_not().nonzero()[0])]
         raise EngineError(f"token {bad} has no finite log-probability: it is not a token of this model")
-    return [TokenLogprob(*row) for row in zip(token_ids, chosen.tolist(), map(tuple, likeliest))]
+    return [TokenLogprob(*row) for row in zip(token_ids, chosen.tolist(), map(tuple, most_likely))]

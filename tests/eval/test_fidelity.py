@@ -52,7 +52,7 @@ def test_figures_follow_their_formulas(exact, reference):
     p, q = torch.cat(p), torch.cat(q)
     kld = (p.exp() * (p - q)).sum(-1)
     nll = [-x[range(len(targets)), targets] for x in (p, q)]
-    limit = exact.model.token_limit  # rows that pad the vocabulary are never the likeliest
+    limit = exact.model.token_limit  # rows that pad the vocabulary are never the most likely
     best = [[{*x[:limit].topk(5).indices.tolist()} for x in rows] for rows in (p, q)]
     assert found.tokens_scored == len(targets) == len(reference.scored.token_ids)
     assert found.kld_mean == pytest.approx(float(kld.mean()), rel=1e-2, abs=1e-7)

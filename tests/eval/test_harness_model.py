@@ -37,7 +37,7 @@ def likeliest_pair(model):
         letter = model.tokenizer.decode([int(logits[-1].argmax())])
         if letter.isascii() and letter.isprintable() and letter:
             return context, letter
-    raise AssertionError("no printable character is ever the likeliest")
+    raise AssertionError("no printable character is ever the most likely")
 
 
 def test_likelihoods_and_greedy_flags_are_those_of_hf(exact, peer):

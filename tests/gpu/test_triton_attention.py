@@ -249,7 +249,7 @@ def test_blocks_beyond_two_gigabytes_are_reached(kv_dtype: str) -> None:
 def test_small_values_over_a_long_context_do_not_underflow(
     kv_dtype: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of 1e-5 times V scales of 1e-4 are far below fp16: without a scale of their own 22% of V is lost."""
+    """Weights of 1e-5 times V scales of 1e-4 are far below fp16: without a scale for each row 22% of V is lost."""
     heads = Heads(1, 1, 32, 32)
     chosen = parameters.DecodeParameters(tile=2048, exact_tile=16, split=16384, num_warps=4, num_stages=3)
     monkeypatch.setattr(plan_attention, "decode_parameters", lambda *args: chosen)
