@@ -251,7 +251,7 @@ def test_compiled_by_inductor_an_engine_says_so_and_answers_as_the_eager_one(mod
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     llm = start(model("gemma2"), compile=True, **{**KV["gemma2"], "max_num_seqs": 2})
     [note] = [note for note in llm.notes if note.startswith("compiling decode steps")]
-    assert note.endswith(f" s; kept for the next run in {tmp_path / 'compiled'}")
+    assert note.endswith(f" s; the compiled code is kept for the next run in {tmp_path / 'compiled'}")
     assert any((tmp_path / "compiled").iterdir())
     assert "compiled decode" in start_up_line(llm)
     same(answers(llm), answers(start(model("gemma2"), **{**KV["gemma2"], "max_num_seqs": 2})))
