@@ -23,7 +23,9 @@ from lean.eval.bench.gpu.run import Run, interpret
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lean.eval.bench_gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--toy", action="store_true", help="run all parts at a small size on a CPU")
-    parser.add_argument("--part", nargs="+", default=list(FULL.seconds), choices=list(FULL.seconds))
+    parser.add_argument(
+        "--part", nargs="+", default=list(FULL.seconds), choices=list(FULL.seconds), help="parts to run; default: all"
+    )
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="number of compiling processes")
     parser.add_argument("--json", metavar="FILE", help="also write all figures to FILE")
     options = parser.parse_args()

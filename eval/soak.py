@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 
 from lean.config import EngineConfig
-from lean.engine.request import RequestOutput, SamplingParams
+from lean.engine.request import RequestOutput
 from lean.errors import EngineError, run_main
 from lean.eval.random_llama import save_random_llama
 from lean.llm import LLM
+from lean.sampling_params import SamplingParams
 
 MAX_ALIVE = 200
 MODEL_LENGTH = 256

@@ -57,7 +57,8 @@ def _attend(call: AttentionCall, seq: int, seq_len: int, rows: slice) -> torch.T
     if call.sink_logits is not None:
         logits = call.sink_logits.double()[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat((scores, logits), dim=2)
-    p = torch.softmax(scores, dim=2)[..., :seq_len].masked_fill(~visible, 0)  # a row that sees no key has NaN before
+    # A row that sees no key has NaN until it is masked.
+    p = torch.softmax(scores, dim=2)[..., :seq_len].masked_fill(~visible, 0)
 
     def weigh(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         value = value.masked_fill(~mask.any(0)[:, None, None], 0)  # 0 x NaN is NaN: unread slots may hold anything

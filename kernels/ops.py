@@ -95,7 +95,7 @@ class LayerPool:
         offset: where in a block that part starts, in bytes.
         codes: K's and V's format as numbers (`KVFormat.code`).
         frame: KV heads, dims, block size and rotations, which two pools that serve one query must have in common.
-            Like ``codes`` it is read in every layer of every step, and so made once.
+            Computed once, like ``codes``: every layer reads them in every step.
     """
 
     arena: torch.Tensor

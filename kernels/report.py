@@ -226,7 +226,7 @@ def variants(targets: list[str], formats: list[str], head_dims: list[int], kerne
 
 
 def ci_variants() -> list[Variant]:
-    """What the tests compile: the wide gates on sm_86, the smallest target; a few of each of the others."""
+    """The variants that the tests compile: most for sm_86, the smallest target, and a few for each other target."""
     quantized = FORMATS[1:]
     every = variants(["sm_86"], list(FORMATS), [64, 128], ["decode"])
     every += variants(["sm_86"], ["int8", "fp8", "int4"], [256], ["decode"])
@@ -269,13 +269,20 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lean.kernels.report", description=__doc__.split("\n")[0])
-    parser.add_argument("--target", nargs="+", default=["sm_80", "sm_86", "sm_90"], choices=TARGETS, metavar="TARGET")
-    parser.add_argument("--format", nargs="+", default=list(FORMATS), choices=FORMATS)
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--kernel", nargs="+", default=["decode"], choices=KERNELS)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
-    parser.add_argument("--ci", action="store_true", help="the variants that the tests compile instead")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--target",
+        nargs="+",
+        default=["sm_80", "sm_86", "sm_90"],
+        choices=TARGETS,
+        metavar="TARGET",
+        help="GPU targets to compile for, e.g. sm_86 gfx942; default: sm_80 sm_86 sm_90",
+    )
+    parser.add_argument("--format", nargs="+", default=list(FORMATS), choices=FORMATS, help="KV formats; default: all")
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], help="sizes of a head; default: 64 128")
+    parser.add_argument("--kernel", nargs="+", default=["decode"], choices=KERNELS, help="default: decode")
+    parser.add_argument("--jobs", type=int, default=1, help="number of compiling processes")
+    parser.add_argument("--ci", action="store_true", help="compile only the variants that the tests check")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     options = parser.parse_args()
     asked = variants(options.target, options.format, options.head_dim, options.kernel)
     rows = report(ci_variants() if options.ci else asked, options.jobs)

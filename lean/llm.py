@@ -1,4 +1,4 @@
-"""LLM: what people call."""
+"""LLM: the class for Python users: generate, stream, score."""
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ class LLM:
         progress: show progress bars on stderr while fetching.
 
     Attributes:
-        engine: runs the requests. model, plan, size, cache: its parts, see `lean.engine.assemble.Parts`.
-        notes: lines that the user should see. kernel_name: the kernels that serve attention.
+        engine: runs the requests. config, model, plan, size, cache, notes, kernel_name, cuda_graphs, graph_bytes:
+            its parts, see `lean.engine.assemble.Parts`.
         load_s: seconds until the engine was ready.
 
     Raises:
@@ -76,7 +76,7 @@ class LLM:
         keep_cache and continues are those of `add_request`.
         """
         ids = self._ids_of(prompt, chat)
-        request_id = self.engine.add(ids, params, waits=True, keep_cache=keep_cache, continues=continues)
+        request_id = self.engine.add(ids, params, collects=True, keep_cache=keep_cache, continues=continues)
         try:
             yield from self._outputs(request_id)
         finally:
@@ -98,7 +98,7 @@ class LLM:
         outputs = []
         try:
             for prompt in batch:
-                request_ids.append(self.engine.add(self._ids_of(prompt, chat), params, waits=True))
+                request_ids.append(self.engine.add(self._ids_of(prompt, chat), params, collects=True))
             for request_id in request_ids:
                 parts = [*self._outputs(request_id)]
                 for index in range(max(part.index for part in parts) + 1):
@@ -139,7 +139,7 @@ class LLM:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden_size] -> logits [rows, vocab], float32 (float64 for a float64 model).
 
-        ``model.logit_slices`` gives slices of rows that bound the memory.
+        Pass rows in the slices of ``model.logit_slices`` to bound the memory.
         """
         return self.engine.runner.logits(hidden)
 
@@ -160,7 +160,7 @@ class LLM:
         )
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; one output per sequence of `add_request` that got a token or ended, however it did."""
+        """Run one step. Returns one output per sequence of `add_request` that got a token or ended."""
         self.engine.step()
         return self.engine.step_outputs()
 

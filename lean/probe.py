@@ -1,4 +1,4 @@
-"""The start-up guard: does this cache format do to this model what it does to others?
+"""The start-up check: does this KV format lose more accuracy on this model than on healthy models?
 
 A short text runs through an exact cache and through the chosen format, without a residual, so that every key
 and value is read from the quantized blocks. Per layer the attention output of the quantized cache is compared on the
@@ -101,7 +101,7 @@ def _side(llm: LLM, config: EngineConfig, num_tokens: int) -> Parts:
         num_blocks=blocks, kv_memory=None,
     )  # fmt: skip
     size = size_cache(plan, config, max(num_tokens, model.info.max_position_embeddings), 2**62)
-    parts = bind(model, config, plan, size)
+    parts = bind(model, config, plan, size, llm.kernel_name)
     if plan.window and plan.num_sink_tokens:
         parts.runner.sink_rotary = SinkRotary.of(model.module, model.info.source.name)
     parts.manager.append(_SEQ_ID, num_tokens)
@@ -224,15 +224,15 @@ def _warning(name: str, formats: list[tuple[str, str]], layers: list[LayerError]
         return None
     if not bad:
         return (
-            f"{name} KV moves this model's predictions by KLD {kld:.2g} when read without a residual, where up to "
-            f"{usual:g} is usual: {finer}"
+            f"{name} KV changes this model's predictions more than usual (KLD {kld:.2g} without a residual, usual: up "
+            f"to {usual:g}): {finer}"
         )
     what = " and ".join(["keys"] * bool(keys) + ["values"] * bool(values))
     named = ", ".join(f"{layer} (attention output off by {layers[layer].both:.0%})" for layer in bad[:_MOST_NAMED])
     named += f" and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""
     few = len(bad) <= max(2, len(formats) // 3)
-    way_out = f"--kv-skip-layers {','.join(map(str, sorted(bad)))} keeps them exact" if few else finer
-    return f"{name} KV loses far more than usual in the {what} of layer{'s' * (len(bad) > 1)} {named}: {way_out}"
+    what_to_do = f"--kv-skip-layers {','.join(map(str, sorted(bad)))} keeps them exact" if few else finer
+    return f"{name} KV loses far more than usual in the {what} of layer{'s' * (len(bad) > 1)} {named}: {what_to_do}"
 
 
 def _key(llm: LLM) -> str:

@@ -8,6 +8,7 @@ import torch
 from lean.engine.engine import Engine
 from lean.engine.request import check_token_ids
 from lean.errors import EMPTY_PROMPT, EngineError, RequestError
+from lean.kernels.reference import workspace_bytes
 from lean.model.load import LoadedModel
 
 
@@ -36,7 +37,7 @@ def hidden_states_of(engine: Engine, sequences: Sequence[Sequence[int]]) -> Iter
     request_ids: list[int] = []
     try:
         for sequence in sequences:
-            request_ids.append(engine.add(sequence, waits=True, keep_hidden=True))
+            request_ids.append(engine.add(sequence, collects=True, keep_hidden=True))
         waiting = {request_id: (index, 0) for index, request_id in enumerate(request_ids)}
         while waiting:
             for request_id, (index, position) in list(waiting.items()):
@@ -62,7 +63,7 @@ def hidden_states_of(engine: Engine, sequences: Sequence[Sequence[int]]) -> Iter
 def score_rows(engine: Engine, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
     """Score rows [n, hidden_size] against the tokens [n] that they should predict.
 
-    A single row is computed twice: several threads would share its sum and round it differently than beside others.
+    A single row is doubled: the product of one row is shared by threads and would round differently.
     """
     logits = engine.runner.logits(hidden if len(hidden) > 1 else hidden.expand(2, -1))
     logprobs = logits.gather(1, targets[:, None].expand(len(logits), 1))[:, 0] - logits.logsumexp(-1)
@@ -118,8 +119,6 @@ def score_workspace_bytes(model: LoadedModel) -> int:
 
     A slice of logits exists in the model's dtype, in float32 and once more inside the reduction.
     """
-    from lean.kernels.reference import workspace_bytes
-
     widest = max(model.info.layers, key=lambda layer: layer.num_q_heads * (layer.k_dim + layer.v_dim))
     dtype = model.info.dtype
     itemsize = max(4, dtype.itemsize)  # what attention and logits compute in

@@ -13,8 +13,8 @@ from lean.config import (
     DEFAULT_SINKS,
     EngineConfig,
 )
-from lean.engine.request import SamplingParams
 from lean.llm import LLM
+from lean.sampling_params import SamplingParams
 from lean.units import parse_size
 
 

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from lean.kernels import reference
-from lean.kernels.call import AttentionCall, WriteCall, layout_of
+from lean.kernels.call import AttentionCall, WriteCall
 from lean.kernels.cpu import build
 from lean.quant import BF16, FP8, FP16, FP32, INT4, INT8, KVFormat
 
@@ -105,8 +105,7 @@ def kv_write(call: WriteCall) -> None:
     serving = _serving if _chosen else choose()
     if serving is None or dtype < 0 or call.value.dtype != call.key.dtype or k_format < 0 or v_format < 0:
         return reference.kv_write(call)
-    _, num_kv_heads, k_dim = call.key.shape
-    layout = layout_of(call.k_format, call.v_format, num_kv_heads, k_dim, call.value.shape[2], call.block_size)
+    layout = call.layout
     (key, key_strides), (value, value_strides) = _dense(call.key), _dense(call.value)
     slots = _packed(call.slot_mapping, torch.int64)
     serving.kv_write(
@@ -129,17 +128,15 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     has_format = k_format >= 0 and v_format >= 0 and exact_k_format >= 0 and exact_v_format >= 0
     if serving is None or dtype < 0 or not has_format:
         return reference.paged_attention(call)
-    num_tokens, num_q_heads, k_dim = call.query.shape
-    sizes = call.num_kv_heads, k_dim, call.v_dim, call.block_size
-    layout = layout_of(call.k_format, call.v_format, *sizes)
+    num_tokens, num_q_heads, _ = call.query.shape
+    layout = call.layout
     (query, strides), tables = _dense(call.query), _packed(call.block_tables, torch.int32)
     exact_pool: tuple[int, ...] = _NO_POOL
     exact_tables = tables
     if call.exact_arena is not None and call.exact_block_tables is not None:
-        exact_layout = layout_of(call.exact_k_format, call.exact_v_format, *sizes)
         exact_pool = (
             call.exact_arena.data_ptr() + call.exact_layer_offset, call.exact_arena.stride()[0],
-            *exact_layout.offsets, exact_k_format, exact_v_format,
+            *call.exact_layout.offsets, exact_k_format, exact_v_format,
         )  # fmt: skip
         exact_tables = _packed(call.exact_block_tables, torch.int32)
     sink, sink_strides = (None, (0, 0)) if call.query_sink is None else _dense(call.query_sink.to(query.dtype))

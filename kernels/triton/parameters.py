@@ -85,11 +85,13 @@ def _wide(layout: KVLayout, dtype: torch.dtype) -> bool:
 
 
 def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> DecodeParameters:
-    """Four warps share the keys of a tile in Q x K and the columns of V in P x V, so no warp reads what another does.
+    """Tile sizes of the decode kernel.
 
-    Three stages: the block table two steps ahead, K and V one, which with two or more programs a multiprocessor keeps
-    more bytes under way than any of the GPUs needs. 512 keys a part: 64 to 256 KiB, enough steps to hide the first one,
-    and 4,096 tokens of 8 KV heads still give 64 programs. Interpreted, tiles are small so that short tests have many.
+    Four warps share the keys of a tile in Q x K and the columns of V in P x V, so no two warps read the same bytes.
+    Three stages: the block table is loaded two steps ahead, K and V one step. With two programs per multiprocessor this
+    keeps more bytes in flight than any of the GPUs needs. A part has 512 keys, 64 to 256 KiB: enough steps to hide the
+    first one, and 4,096 tokens of 8 KV heads still give 64 programs. For the interpreter tiles are small, so that short
+    tests have several.
     """
     if target.backend == "interpreter":
         return DecodeParameters(tile=64, exact_tile=32, split=256, num_warps=4, num_stages=3)
@@ -103,10 +105,12 @@ def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> D
 
 
 def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target: Target) -> PrefillParameters:
-    """64 rows and one warp for every 16, whose softmax then stays inside a warp. At head_dim 128 this no longer fits
-    into the registers: 8-bit and raw formats take eight warps, int4, which widens low and high nibbles at once, half
-    the rows; beyond, both. Keys as few as give every thread 16 bytes to load, since rows share the cost of a step here;
-    CDNA spills beside 64 of them.
+    """Tile sizes of the prefill kernel.
+
+    64 rows, one warp per 16 rows, so a softmax stays in one warp. At head_dim 128 registers run out: 8-bit and raw
+    formats take eight warps; int4, which widens low and high nibbles at once, takes half the rows. Beyond 128 both
+    apply. A tile has the fewest keys that give every thread 16 bytes to load, since the rows share the cost of a step.
+    CDNA spills with 64 keys.
     """
     padded, wide = _padded(layout), _wide(layout, dtype)
     four_bits = min(layout.k_format.bits, layout.v_format.bits) == 4

@@ -41,7 +41,8 @@ def size_cache(
         share: the part of it that the cache may take where the configuration does not say.
 
     Raises:
-        ConfigError: the memory asked for is not there, or holds less than one block or less than max_model_len tokens.
+        ConfigError: the configured memory exceeds the free memory, or holds less than one block or less than
+            max_model_len tokens.
     """
     model_max_len = ENDLESS if plan.bounded else model_max_len
     max_model_len = config.max_model_len or model_max_len

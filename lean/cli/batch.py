@@ -15,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lean.cli.batch_results import ResultsWriter, open_results
 from lean.cli.batch_rows import Row
-from lean.engine.request import RequestOutput, SamplingParams
+from lean.engine.request import RequestOutput
 from lean.errors import EngineError, RequestError
+from lean.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from lean.llm import LLM

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from lean.engine.request import SamplingParams
 from lean.errors import EMPTY_PROMPT, RequestError, one_line
+from lean.sampling_params import SamplingParams
 from lean.text.prompt import ROLES
 
 PARAMS = frozenset(item.name for item in fields(SamplingParams))

@@ -56,9 +56,7 @@ def _options(context: typer.Context) -> "tuple[Options, list[str]]":
     context.params["kv_dtype"] = formats[0]
     for name in ("max_model_len", "max_num_seqs"):
         if context.params[name] != getattr(_DEFAULT, name):
-            raise UserError(
-                f"--{name.replace('_', '-')} has no effect: the benchmark sets it from --context. Remove it."
-            )
+            raise UserError(f"--{name.replace('_', '-')} has no effect: the benchmark sets it itself. Remove it.")
     options = given_options(context, lambda _: {"max_num_seqs": 1})
     return options, formats if len(formats) > 1 else [options.engine.kv_dtype]
 

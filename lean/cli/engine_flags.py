@@ -56,7 +56,11 @@ def sampling_flags(
         float, typer.Option(help="Subtract this from a token's logit once for each time it is already in the answer.")
     ] = 0.0,
     seed: Annotated[
-        int | None, option("Seed of the random numbers: the same seed gives the same answer.", "random")
+        int | None,
+        option(
+            "Seed of the random numbers; repeats an answer exactly with --deterministic.",
+            "random",
+        ),
     ] = None,
     n: Annotated[int, typer.Option("--n", help="Number of answers to each prompt.")] = 1,
     stop: Annotated[

@@ -47,16 +47,18 @@ class Parts:
     graph_bytes: int = 0
 
 
-def bind(model: LoadedModel, config: EngineConfig, plan: CachePlan, size: CacheSize) -> Parts:
-    """Allocate the cache of ``plan`` and ``size`` for a loaded model. Raises ConfigError for unknown kernels."""
+def bind(model: LoadedModel, config: EngineConfig, plan: CachePlan, size: CacheSize, kernel_name: str) -> Parts:
+    """Allocate the cache of ``plan`` and ``size`` for a loaded model. The kernels of ``kernel_name`` serve already."""
     manager = BlockManager(size.rules, config.block_size)
     cache = KVCache(plan, size, model.info.layers, model.device)
     runner = Runner(model, cache, manager, config.deterministic)
-    return Parts(config, model, plan, size, manager, cache, runner, _kernels(model.device))
+    return Parts(config, model, plan, size, manager, cache, runner, kernel_name)
 
 
 def assemble(model: str | ModelSource | LoadedModel, config: EngineConfig, *, progress: bool = False) -> Parts:
-    """Find and load the model where it is not loaded yet, plan and size its cache, bind both, and try them.
+    """Find and load the model where it is not loaded yet, plan and size its cache, bind both, and test them.
+
+    Sizes are computed twice: before loading, to refuse early, and again from the memory that the weights left.
 
     Raises:
         UserError: the model or the configuration cannot be used. What the configuration and the machine decide is
@@ -68,22 +70,22 @@ def assemble(model: str | ModelSource | LoadedModel, config: EngineConfig, *, pr
     if isinstance(model, LoadedModel):
         _check_loaded(model, config, device)
         device = model.device
-        _kernels(device)
+        kernel_name = _choose_kernels(device)
         plan = _plan(model.info, config)
     else:
         if isinstance(model, str):
             model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
         info = inspect_model(model, config)
-        _kernels(device)
+        kernel_name = _choose_kernels(device)
         plan = _plan(info, config)
-        _size(plan, config, info, device)  # refuses what can never fit; the weights take their part of the memory below
+        _size(plan, config, info, device)  # refuses early what can never fit
         model = load_model(info, device, config.deterministic)
     size = _size(plan, config, model.info, device)
     notes = [*model.info.notes, *plan.notes, *_length_notes(model.info, config, plan, size)]
     # The rotary forward is replaced before the first step.
     length = min(size.max_model_len, model.info.max_position_embeddings)
     notes += rotary.install(model.module, length, model.info.source.name)
-    parts = bind(model, config, plan, size)
+    parts = bind(model, config, plan, size, kernel_name)
     parts.notes = notes
     try_layers(parts.runner, parts.manager)
     if plan.window:
@@ -106,7 +108,8 @@ def _check_loaded(model: LoadedModel, config: EngineConfig, device: torch.device
     model.check_weights(config.quantization, config.deterministic)
 
 
-def _kernels(device: torch.device) -> str:
+def _choose_kernels(device: torch.device) -> str:
+    """Choose the kernels that serve from now on; returns their name. Raises ConfigError for unknown ones."""
     try:
         return backend(device)
     except ValueError as error:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lean.cache.block_manager import BlockManager
     from lean.engine.scheduler import Chunk
 
-# Tokens that block tables reach over at first. Longer sequences double it, which records again but compiles nothing.
+# Initial width of block tables, in tokens. For a longer sequence it doubles: steps are recorded again, not compiled.
 FIRST_REACH = 2**17
 
 

@@ -95,7 +95,7 @@ class DecodeSteps:
         return len(chunks) <= self._buckets[-1] and all(chunk.end - chunk.start == 1 for chunk in chunks)
 
     def warm_up(self) -> float:
-        """Compile or record every bucket on padding alone. Returns the seconds it took. Raises ModelError."""
+        """Compile or record every bucket with padding rows only. Returns the seconds it took. Raises ModelError."""
         started = time.perf_counter()
         for rows in reversed(self._buckets):  # the largest first: the others fit into its memory
             self._batch.fill([], rows, [])

@@ -91,5 +91,5 @@ class RowTiledProducts(TorchDispatchMode):
             return func(*rows_apart(AttentionCall(*args)))
         if func.overloadpacket in _REFUSED:
             shapes = " x ".join(str(list(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
-            raise ModelError(f"deterministic mode cannot keep the rows of {func.name()} ({shapes}) apart: {WHAT_TO_DO}")
+            raise ModelError(f"deterministic mode does not support {func.name()} ({shapes}): {WHAT_TO_DO}")
         return func(*args, **kwargs)

@@ -13,7 +13,7 @@ import torch
 from lean.cache.usage import CacheUse, cache_use, occupancy
 from lean.engine.assemble import Parts
 from lean.engine.mailbox import Mailbox
-from lean.engine.outputs import last_output, next_output
+from lean.engine.outputs import next_output, tokenless_output
 from lean.engine.request import FinishReason, Request, RequestOutput, check_token_ids
 from lean.engine.runner import StepResult
 from lean.engine.sampler import Sampler
@@ -30,7 +30,9 @@ class Engine:
     Any thread may call any method. A step and a change of the engine's state exclude each other.
 
     Attributes:
-        parts: the model, its cache and what runs steps on them. scheduler: which requests run and wait.
+        parts: the model, its cache and what runs steps on them; config, model, runner and manager are its own.
+        scheduler: which requests run and wait. mailbox: outputs that no caller has taken.
+        requests: by request id, the sequences that have not ended. lock: held by whoever changes the engine's state.
         peak: occupancy of the cache at the step with the most tokens.
     """
 
@@ -41,8 +43,8 @@ class Engine:
         self.peak = occupancy(self.manager)
         self._steps = 0
         self._seq_ids = itertools.count()
-        self.lock = threading.Lock()  # held by whoever changes the scheduler, the manager or the requests
-        self.requests: dict[int, list[Request]] = {}  # by request id: the sequences that have not ended
+        self.lock = threading.Lock()
+        self.requests: dict[int, list[Request]] = {}
         self.mailbox = Mailbox()
         self._to_abort: deque[int] = deque()  # appended to by any thread
 
@@ -53,7 +55,7 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
         *,
-        waits: bool = False,
+        collects: bool = False,
         keep_hidden: bool = False,
         keep_cache: bool = False,
         continues: int | None = None,
@@ -61,7 +63,7 @@ class Engine:
         """Queue token ids; returns the request's id. Waits for a step that is running in another thread.
 
         Args:
-            waits: the caller takes the outputs with `collect`, until it calls `forget`. False: they go to
+            collects: the caller fetches the outputs with `collect`, and calls `forget` at the end. False: they go to
                 `step_outputs`.
             keep_hidden: for scoring: sample nothing, return the last hidden state of every token.
             keep_cache: keep the K/V in the cache after the end, until `release` or until their memory is needed, for
@@ -90,7 +92,7 @@ class Engine:
             first.keep_cache, first.continues = keep_cache, continues
             self.scheduler.add(first)
             self.requests[first.request_id] = family
-            if waits:
+            if collects:
                 self.mailbox.open(first.request_id)
         return first.request_id
 
@@ -132,7 +134,7 @@ class Engine:
                 self.scheduler.advance(chunk)
             else:
                 self._fail(chunk)
-        for chunk, hidden, logits, scored, finite in zip(chunks, *result):
+        for chunk, hidden, logits, scored, finite in zip(chunks, *result):  # StepResult's fields, in their order
             if not finite:
                 continue
             chunk.request.prompt_logprobs += scored
@@ -158,10 +160,10 @@ class Engine:
         new = rows[max(0, request.num_hidden - chunk.start) :]
         request.num_hidden += len(new)
         reason: FinishReason | None = "length" if chunk.completes else None
-        self._emit(request, replace(last_output(request, reason), hidden=new))
+        self._emit(request, replace(tokenless_output(request, reason), hidden=new))
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        self._emit(request, last_output(request, reason, error))
+        self._emit(request, tokenless_output(request, reason, error))
 
     def _emit(self, request: Request, output: RequestOutput) -> None:
         """Deliver an output; the last one takes its sequence out of the engine."""
@@ -182,12 +184,12 @@ class Engine:
             return self.mailbox.take_rest()
 
     def collect(self, request_id: int) -> tuple[list[RequestOutput], bool]:
-        """The outputs since the last call of a request added with ``waits``, and whether they are its last."""
+        """The outputs since the last call of a request added with ``collects``, and whether they are its last."""
         ended = request_id not in self.requests  # asked first: another thread may run the last step meanwhile
         return self.mailbox.take(request_id), ended
 
     def forget(self, request_id: int) -> None:
-        """The caller waits no more for a request added with ``waits``: abort it, and drop what it still says."""
+        """The caller of a request added with ``collects`` has left: abort it, and drop its remaining outputs."""
         self.mailbox.leave(request_id)
         self.abort(request_id)
         if request_id not in self.requests:
@@ -243,7 +245,7 @@ class Engine:
         """Raise AssertionError unless requests, scheduler and blocks agree with each other.
 
         Every block is free or named by the tables as often as it is referenced, and only sequences that run or are kept
-        hold blocks. An idle engine without kept sequences so has all its blocks free.
+        hold blocks. So all blocks of an idle engine without kept sequences are free. Not while another thread forgets.
         """
         with self._exclusive():
             self.manager.check_integrity()

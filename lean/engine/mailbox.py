@@ -23,7 +23,7 @@ class Mailbox:
     @property
     def left(self) -> set[int]:
         """The requests that their callers have left before they ended."""
-        return {request_id for request_id, box in self._boxes.items() if box is None}
+        return {request_id for request_id, box in list(self._boxes.items()) if box is None}
 
     @property
     def has_rest(self) -> bool:
@@ -49,12 +49,12 @@ class Mailbox:
         return _drain(self._rest)
 
     def leave(self, request_id: int) -> None:
-        """The caller waits no more: drop what is there and what still comes."""
+        """The caller has left: drop its outputs, those that are here and those that follow."""
         self._boxes[request_id] = None
 
     def close(self, request_id: int) -> None:
         """The request has ended: no output comes after this. A caller that waits may still take its outputs."""
-        if self._boxes.get(request_id, self._rest) is None:
+        if self._boxes.get(request_id, ()) is None:  # its caller has left
             self._boxes.pop(request_id, None)
 
 

@@ -46,7 +46,7 @@ def next_output(request: Request, logits: torch.Tensor, eos_token_ids: Collectio
     )
 
 
-def last_output(request: Request, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
+def tokenless_output(request: Request, reason: FinishReason | None, error: str | None = None) -> RequestOutput:
     """An output without a token. With a ``reason`` it is the last one: aborted, failed, or scored completely."""
     text = ""
     if request.detokenizer is not None:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-__all__ = ["FinishReason", "Request", "RequestOutput", "SamplingParams"]
-
 
 def check_token_ids(token_ids: Sequence[object], vocab_size: int) -> None:
     """Raise RequestError unless every entry is an integer from 0 to ``vocab_size`` - 1, the rows of the embedding."""

@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
         hidden: the last hidden states of each chunk's rows, [rows, hidden_size].
         logits: float32 (float64 for a float64 model) [vocab] after the chunk's last row, ids beyond the tokenizer's
             at -inf; None for a chunk that draws no token.
-        prompt_logprobs: those that the chunk's rows add to its request's; empty where not requested.
+        prompt_logprobs: of the prompt's tokens that the chunk's rows predict; empty where not requested.
         finite: whether all hidden states and logits of the chunk are finite numbers.
     """
 
@@ -145,7 +145,7 @@ class Runner:
         limit = self.model.token_limit
         logits = self.logits(torch.cat([rows[index][-1:] for index in drawing])) if drawing else hidden[:0]
         logits[:, limit:] = -torch.inf
-        # Asked in one tensor: the host waits for the device at every answer that it reads.
+        # One tensor, read once: each read on the host waits for the device.
         flags = iter(torch.cat([finite_rows(logits[:, :limit]), finite_rows(hidden)]).tolist())
         drawn = {index: (row, next(flags)) for index, row in zip(drawing, logits)}
         finite = [

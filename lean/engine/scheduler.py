@@ -77,12 +77,14 @@ class Scheduler:
             raise RequestError(EMPTY_PROMPT)
         if prompt + (not request.keep_hidden) > limit:
             longest = self._size.model_max_len
-            way_out = "that is all the model takes: shorten the prompt, or give a --window"
+            what_to_do = "the model's maximum: shorten the prompt, or set --window"
             if limit < longest:
-                way_out = f"the model takes {longest}: raise --max-model-len or --kv-memory, or shorten the prompt"
-            raise RequestError(f"the prompt has {prompt} tokens, max-model-len is {limit} with the answer; {way_out}")
+                what_to_do = f"the model allows {longest}: raise --max-model-len or --kv-memory, or shorten the prompt"
+            raise RequestError(
+                f"the prompt has {prompt} tokens, and max-model-len is {limit} for prompt and answer; {what_to_do}"
+            )
         if self._unbounded is not None:
-            # Bounded pools are sized to hold everybody.
+            # Bounded pools have blocks for max_num_seqs sequences.
             need, blocks = (
                 self._manager.blocks_for(request.max_num_tokens),
                 self._size.rules[self._unbounded].num_blocks,

@@ -113,7 +113,8 @@ def _attention_layers(skeleton: torch.nn.Module, config: Any, name: str) -> tupl
     """Shapes and windows of the attention modules. Raises ModelError where they cannot be read."""
     if not getattr(type(skeleton), "_supports_attention_backend", False):
         raise ModelError(
-            f"{name} ({config.model_type}): transformers offers no exchangeable attention for it, so lean cannot run it"
+            f"{name} ({config.model_type}): its transformers class does not support custom attention "
+            "functions, so lean cannot run it"
         )
     modules: dict[int, torch.nn.Module] = {}
     for module in skeleton.modules():
@@ -146,7 +147,7 @@ def refuse_quantized(config: Any, quantization: str | None, name: str) -> None:
     if found and (quantization or method.startswith("bitsandbytes")):
         raise ModelError(
             f"{name}: its weights are quantized already (quantization_config in config.json, {one_line(method, 40)}): "
-            "pass the checkpoint they were made from, and --quantization if you want quantized weights"
+            "pass the unquantized checkpoint; add --quantization to quantize it"
         )
 
 

@@ -76,7 +76,7 @@ def remove_model(name: str) -> int:
 
 
 def printable(text: str) -> str:
-    """Text of files and folders for a terminal, which must not take orders from it."""
+    """Text with control characters escaped, so that names of files cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece: no half characters, and text once given out stays."""
+"""Token ids to text, piece by piece. A piece ends with a whole character and is never changed later."""
 
 from collections.abc import Sequence
 from typing import Any

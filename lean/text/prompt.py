@@ -152,8 +152,8 @@ def _render(tokenizer: Any, turns: list[dict[str, str]]) -> str:
 
 
 def _control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Added tokens, special or not. Those of white space alone are vocabulary (Gemma's newlines, GPT-NeoX's indents),
-    and one of a single character cannot be kept from the tokenizer."""
+    """Added tokens, special or not. Left out are those of white space alone, which are vocabulary (Gemma's newlines,
+    GPT-NeoX's indents), and those of one character, which cannot be split."""
     added = tokenizer.get_added_vocab().items()
     return {token: index for token, index in added if len(token) > 1 and token.replace("▁", " ").strip()}
 

@@ -1,4 +1,4 @@
-"""Stop strings: end a stream of text before the first of them. How the stream is cut into pieces does not matter."""
+"""Stop strings: end a stream of text before the first of them, in whichever pieces the text arrives."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Filters the text of one sequence.
 
-    The stop string that is complete first ends the text; of several complete at the same character, the longest, which
-    began earliest. So the result does not depend on the pieces, and nothing given out is ever taken back.
+    The first stop string to be completed ends the text. If several are completed by the same character, the longest
+    counts. So the result does not depend on the pieces, and text that was returned stays valid.
 
     Args:
         stop: the stop strings, none of them empty.

@@ -11,11 +11,12 @@ from lean.cache.block_manager import BlockManager
 from lean.cache.plan import LayerShape, plan_cache
 from lean.cache.size import size_cache
 from lean.config import EngineConfig
-from lean.engine.request import Request, SamplingParams
+from lean.engine.request import Request
 from lean.engine.scheduler import Scheduler
 from lean.errors import ConfigError
 from lean.kernels.layout import ALIGNMENT
 from lean.quant import BF16, FP32, INT8, NAMES
+from lean.sampling_params import SamplingParams
 
 MIB = 2**20
 SMOLLM2 = (LayerShape(9, 3, 64, 64),) * 30

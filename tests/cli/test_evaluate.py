@@ -1,7 +1,7 @@
 """``lean eval`` as a user sees it: what is printed, the keys of --json, and refusals in one line."""
 
 import pytest
-from commands import lean, refused, told
+from commands import json_of, lean, refused
 from tiny import tiny_checkpoint, tokens
 
 from lean.errors import LeanError
@@ -30,7 +30,7 @@ def text(tmp_path):
 
 
 def test_ppl_reports_its_figures_and_the_configuration_they_hold_for(folder, text):
-    report = told("eval", "ppl", folder, "--text", text, "--context", "64", "--stride", "32", "--curve")
+    report = json_of("eval", "ppl", folder, "--text", text, "--context", "64", "--stride", "32", "--curve")
     assert report.keys() >= PPL_KEYS
     assert (report["context"], report["stride"], report["bos"], report["chunk"]) == (64, 32, "first", 512)
     assert report["tokens_scored"] == len(TEXT)
@@ -45,7 +45,7 @@ def test_ppl_reports_its_figures_and_the_configuration_they_hold_for(folder, tex
 
 def test_kld_reports_the_floor_the_layers_and_where_answers_first_differ(folder, text):
     args = ("eval", "kld", folder, "--text", text, "--kv-dtype", "int4", "--max-tokens", "200", "--per-layer")
-    report = told(*args, "--greedy", "2", "--greedy-tokens", "8")
+    report = json_of(*args, "--greedy", "2", "--greedy-tokens", "8")
     assert report.keys() >= KLD_KEYS
     assert abs(report["floor_kld_mean"]) < report["kld_mean"]
     assert report["tokens_scored"] == 200
@@ -58,14 +58,16 @@ def test_kld_reports_the_floor_the_layers_and_where_answers_first_differ(folder,
 
 def test_kld_of_a_window_is_measured_against_full_attention(folder, text):
     args = ("eval", "kld", folder, "--text", text, "--kv-dtype", "fp32", "--dtype", "float32")
-    assert told(*args)["kld_mean"] < 1e-6
-    assert told(*args, "--window", "64")["kld_mean"] > 1e-6
+    assert json_of(*args)["kld_mean"] < 1e-6
+    assert json_of(*args, "--window", "64")["kld_mean"] > 1e-6
 
 
 def test_kld_refuses_too_long_a_context_and_takes_memory_only_for_the_text_it_reads(folder, text):
     assert "--context 600" in refused("eval", "kld", folder, "--text", text, "--context", "600")
     assert "--context 0" in refused("eval", "kld", folder, "--text", text, "--context", "0")
-    report = told("eval", "kld", folder, "--text", text, "--max-tokens", "100", "--window", "64", "--kv-memory", "1MiB")
+    report = json_of(
+        "eval", "kld", folder, "--text", text, "--max-tokens", "100", "--window", "64", "--kv-memory", "1MiB"
+    )
     assert report["config"]["max_model_len"] == 101
     assert report["context"] == 100
 
@@ -73,7 +75,7 @@ def test_kld_refuses_too_long_a_context_and_takes_memory_only_for_the_text_it_re
 def test_needle_prints_a_map_and_draws_it(folder, tmp_path):
     pytest.importorskip("matplotlib")
     args = ("eval", "needle", folder, "--lengths", "380", "--depths", "0,100", "--trials", "2", "--no-chat")
-    report = told(*args, "--plot", str(tmp_path / "map.png"))
+    report = json_of(*args, "--plot", str(tmp_path / "map.png"))
     assert [(cell["length"], cell["depth"], cell["trials"]) for cell in report["cells"]] == [(380, 0, 2), (380, 100, 2)]
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
@@ -111,12 +113,12 @@ def test_gemma_in_half_precision_is_finite_or_refused(tmp_path, text):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(LeanError, match="bfloat16"):
         lean("eval", "ppl", str(folder), "--text", text, "--dtype", "float16", "--json")
-    assert told("eval", "ppl", str(folder), "--text", text, "--dtype", "bfloat16")["nll"] > 0
+    assert json_of("eval", "ppl", str(folder), "--text", text, "--dtype", "bfloat16")["nll"] > 0
 
 
 def test_tasks_report_every_metric_with_its_error(folder):
     pytest.importorskip("lm_eval")
-    report = told("eval", "tasks", folder, "--tasks", "lean_cloze", "--limit", "3")
+    report = json_of("eval", "tasks", folder, "--tasks", "lean_cloze", "--limit", "3")
     assert report["tasks"]["lean_cloze"]["num_items"] == 3
     assert "acc" in report["tasks"]["lean_cloze"]["metrics"]
     assert report["config"]["kv_dtype"] == "int8"
@@ -132,6 +134,6 @@ def test_scores_are_the_engines(folder, text):
 
     llm = LLM(folder, EngineConfig(max_num_seqs=1))
     ids = [1, *llm.model.tokenizer(TEXT)["input_ids"]][:400]
-    report = told("eval", "ppl", folder, "--text", text, "--max-tokens", "399")
+    report = json_of("eval", "ppl", folder, "--text", text, "--max-tokens", "399")
     assert report["nll"] == pytest.approx(-float(llm.score(ids).double().mean()), rel=1e-6)
     assert tokens(3)  # the byte tokenizer's ids

@@ -14,10 +14,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from lean.config import EngineConfig
-from lean.engine.request import SamplingParams
 from lean.engine.runner import finite_rows
 from lean.errors import EngineError
 from lean.llm import LLM
+from lean.sampling_params import SamplingParams
 
 KINDS = ("llama", "gemma3")
 PROMPT = tokens(40)

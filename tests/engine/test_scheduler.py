@@ -7,10 +7,11 @@ from lean.cache.block_manager import BlockManager
 from lean.cache.plan import LayerShape, plan_cache
 from lean.cache.size import size_cache
 from lean.config import EngineConfig
-from lean.engine.request import Request, SamplingParams
+from lean.engine.request import Request
 from lean.engine.scheduler import Scheduler
 from lean.llm import LLM
 from lean.quant import FP32
+from lean.sampling_params import SamplingParams
 
 SMALL_POOL = {"block_size": 16, "num_blocks": 8, "kv_residual_length": 0}
 
@@ -173,7 +174,7 @@ def test_the_last_token_drawn_needs_no_slot():
 def test_what_can_never_fit_is_refused_with_both_numbers_and_the_flag():
     course = Course(model_length=200, num_blocks=8)
     message = refusal(course.add, 0, prompt=128)
-    words = ("128 tokens", "max-model-len is 128", "the model takes 200", "--max-model-len", "--kv-memory")
+    words = ("128 tokens", "max-model-len is 128", "the model allows 200", "--max-model-len", "--kv-memory")
     assert all(word in message for word in words)
     assert "--max-model-len" not in refusal(Course(model_length=100).add, 0, prompt=100)  # nothing would raise that
     message = refusal(course.add, 0, prompt=120, max_tokens=10)  # 129 tokens in the cache

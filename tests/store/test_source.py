@@ -1,4 +1,4 @@
-"""A model is found where its name says, or not at all; a pull is whole, what was published, or not there."""
+"""A model name is resolved to its source or refused. A pull is complete and verified, or leaves nothing."""
 
 import os
 import socket

@@ -4,8 +4,9 @@ import json
 from types import SimpleNamespace
 
 from lean.cli.batch_rows import Row
-from lean.engine.request import RequestOutput, SamplingParams
+from lean.engine.request import RequestOutput
 from lean.errors import RequestError
+from lean.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 TEXTS = ("one", "three", "seven", "a", "longer ones", "bb", "ccc", "dddd")

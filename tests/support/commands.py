@@ -17,7 +17,7 @@ def lean(*args):
     return result.stdout
 
 
-def told(*args):
+def json_of(*args):
     return json.loads(lean(*args, "--json"))
 
 

@@ -22,9 +22,9 @@ from engine_state import (
 from tiny import tokens
 
 from lean.config import EngineConfig
-from lean.engine.request import SamplingParams
 from lean.engine.sampler import Sampler
 from lean.llm import LLM
+from lean.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(
     deterministic=True,

@@ -18,10 +18,11 @@ from lean.cache.block_manager import NULL_BLOCK, BlockManager
 from lean.cache.plan import LayerShape, plan_cache
 from lean.cache.size import size_cache
 from lean.config import EngineConfig
-from lean.engine.request import Request, SamplingParams
+from lean.engine.request import Request
 from lean.engine.scheduler import Chunk, Scheduler
 from lean.errors import RequestError
 from lean.quant import FP32
+from lean.sampling_params import SamplingParams
 
 # CI takes some 40,000 steps; LEAN_CONSERVATION=20 does twenty times as many.
 SCALE = int(os.environ.get("LEAN_CONSERVATION", "1"))

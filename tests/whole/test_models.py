@@ -229,7 +229,7 @@ REFUSED = [
     ("gemma3_text", {**SMALL, "use_bidirectional_attention": True}, "bidirectional"),
     ("bert", SMALL, "bidirectional"),
     ("gemma3", {"text_config": SMALL}, "multimodal"),
-    ("bloom", {"hidden_size": 64, "n_layer": 2}, "exchangeable attention"),
+    ("bloom", {"hidden_size": 64, "n_layer": 2}, "custom attention functions"),
 ]
 
 
