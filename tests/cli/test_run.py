@@ -21,6 +21,7 @@ def test_the_prompt_may_come_from_its_place_an_option_or_standard_input(lean, mo
     assert lean("run", model, *RUN, stdin=text.encode())[:2] == (0, out)
     assert lean("run", model, *RUN, stdin=f"{text}\n".encode())[:2] == (0, out)  # as `echo` ends it
     assert lean("run", model, "-", *RUN, stdin=text.encode())[:2] == (0, out)
+    assert lean("run", model, *RUN, stdin=text.encode("utf-8-sig"))[:2] == (0, out)  # a byte-order mark is not text
 
 
 def no_constant(name):

