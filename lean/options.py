@@ -14,6 +14,7 @@ from lean.units import parse_size
 
 ENGINE_KEYS = tuple(item.name for item in fields(EngineConfig))
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams))
+_KINDS = {item.name: str(item.type).split(" | ") for item in (*fields(EngineConfig), *fields(SamplingParams))}
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Options:
 
     def to_yaml(self) -> str:
         """All options as YAML that `read_yaml` reads. null: the engine derives the value from model and machine."""
-        import yaml
+        from lean import yaml_file
 
         sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.sampling).items()}
-        return yaml.safe_dump({"model": self.model, **asdict(self.engine), **sampling}, sort_keys=False)
+        return yaml_file.write({"model": self.model, **asdict(self.engine), **sampling})
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -66,8 +67,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     import yaml
 
+    from lean import yaml_file
+
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        values = yaml_file.read(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
     if not isinstance(values, dict):
@@ -76,9 +79,18 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     for key in values:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {one_line(key)!r}; known keys are {', '.join(known)}")
+    values = {key: _as_meant(key, value) for key, value in values.items()}
     try:
         for key, value in values.items():
             Options.merge({"max_num_seqs": 1}, {key: value})
     except (ConfigError, RequestError) as error:
         raise ConfigError(f"{path}: {error}") from None
     return values
+
+
+def _as_meant(key: str, value: Any) -> Any:
+    """A whole number for an option that takes one, as in ``max_model_len: 8e3``; a single layer as the text it is."""
+    kinds = _KINDS.get(key, [])
+    if type(value) is float and value.is_integer() and "int" in kinds and "float" not in kinds:
+        return int(value)
+    return str(value) if key == "kv_skip_layers" and type(value) is int else value

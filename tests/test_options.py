@@ -47,6 +47,12 @@ def test_options_are_read_from_yaml(tmp_path):
         ("- kv_dtype", ("key: value",)),
         ("kv_dtype: [", ("cannot read",)),
         ("\x00", ("cannot read",)),
+        ("kv_memory: 1:30", ("cannot read size '1:30'",)),
+        ("seed: 0123", ("line 1", "0123", "123", "83 (octal)")),
+        ("window: 64\nseed: 089", ("line 2", "089", "89")),
+        ("max_tokens: 10\nseed: 1\nmax_tokens: 20", ("line 3", "'max_tokens' is given twice", "line 1")),
+        ("max_model_len: 8.5e-1", ("max-model-len", "0.85")),
+        ("max_model_len: .inf", ("max-model-len", "inf")),
     ],
 )
 def test_a_yaml_file_that_cannot_be_used_is_refused_with_its_fault(tmp_path, text, words):
@@ -54,6 +60,33 @@ def test_a_yaml_file_that_cannot_be_used_is_refused_with_its_fault(tmp_path, tex
     file.write_text(text)
     message = refusal(Options.from_yaml, file)
     assert all(word in message for word in (*words, file.name))
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("temperature: 1e-6", "temperature", 1e-6),
+        ("temperature: 1E+0", "temperature", 1.0),
+        ("top_p: .5", "top_p", 0.5),
+        ("min_p: 5.e-2", "min_p", 0.05),
+        ("max_model_len: 8e3", "max_model_len", 8000),
+        ("max_model_len: 8_192", "max_model_len", 8192),
+        ("seed: 0x1F", "seed", 31),
+        ("seed: 0", "seed", 0),
+        ("kv_skip_layers: 0", "kv_skip_layers", "0"),
+        ("kv_skip_layers: -1", "kv_skip_layers", "-1"),
+        ("kv_skip_layers: 0,1,-1", "kv_skip_layers", "0,1,-1"),
+        ("deterministic: yes", "deterministic", True),
+        ("deterministic: off", "deterministic", False),
+        ("stop: ['1e-6', '0123', '1:30', 'yes']", "stop", ("1e-6", "0123", "1:30", "yes")),
+    ],
+)
+def test_yaml_is_read_as_people_write_it_and_printed_so_that_it_is_read_alike(tmp_path, text, key, value):
+    file = tmp_path / "config.yaml"
+    for content in (text, None):
+        file.write_text(Options.from_yaml(file).to_yaml() if content is None else content)
+        options = Options.from_yaml(file)
+        assert getattr(options.engine if key in ENGINE_KEYS else options.sampling, key) == value
 
 
 def test_a_yaml_file_that_does_not_exist_or_is_not_text_is_refused_by_name(tmp_path):

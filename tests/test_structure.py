@@ -15,7 +15,7 @@ PACKAGE = ("lean", "eval", "kernels", "quant")  # lean/eval, lean/kernels and le
 MAX_METHODS, MAX_FUNCTION_LINES, MAX_FILE_LINES = 22, 80, 400
 
 # Modules directly in lean/ belong to one of two rooms; every other room is a package. A new room needs a row below.
-LEAVES = {"config", "device", "errors", "layer_formats", "options", "sampling_params", "units"}
+LEAVES = {"config", "device", "errors", "layer_formats", "options", "sampling_params", "units", "yaml_file"}
 BESIDE_LLM = {"conversation", "llm", "probe", "report", "scoring"}
 
 # What a room may import beside itself and the leaves. Each room stands below those that import it.
