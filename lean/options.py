@@ -65,13 +65,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
     Raises ConfigError, naming file and key.
     """
-    import yaml
-
     from lean import yaml_file
 
     try:
         values = yaml_file.read(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold `key: value` lines")

@@ -63,8 +63,11 @@ _Loader.add_constructor(f"{_TAG}float", _float)
 
 
 def read(text: str) -> Any:
-    """The value of a YAML text. Raises ValueError or yaml.YAMLError, which name the line."""
-    return yaml.load(text, _Loader)
+    """The value of a YAML text. Raises ValueError, which names the line."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
 
 
 def write(values: Any) -> str:

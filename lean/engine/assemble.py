@@ -69,22 +69,21 @@ def assemble(model: str | ModelSource | LoadedModel, config: EngineConfig, *, pr
     device = choose_device(config.device)
     if isinstance(model, LoadedModel):
         _check_loaded(model, config, device)
-        device = model.device
-        kernel_name = _choose_kernels(device)
-        plan = _plan(model.info, config)
+        device, info = model.device, model.info
     else:
         if isinstance(model, str):
             model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
         info = inspect_model(model, config)
-        kernel_name = _choose_kernels(device)
-        plan = _plan(info, config)
+    kernel_name = _choose_kernels(device)
+    plan = plan_cache(info.layers, config, raw_format(info.dtype))
+    if not isinstance(model, LoadedModel):
         _size(plan, config, info, device)  # refuses early what can never fit
         model = load_model(info, device, config.deterministic)
-    size = _size(plan, config, model.info, device)
-    notes = [*model.info.notes, *plan.notes, *_length_notes(model.info, config, plan, size)]
+    size = _size(plan, config, info, device)
+    notes = [*info.notes, *plan.notes, *_length_notes(info, config, plan, size)]
     # The rotary forward is replaced before the first step.
-    length = min(size.max_model_len, model.info.max_position_embeddings)
-    notes += rotary.install(model.module, length, model.info.source.name)
+    length = min(size.max_model_len, info.max_position_embeddings)
+    notes += rotary.install(model.module, length, info.source.name)
     parts = bind(model, config, plan, size, kernel_name)
     parts.notes = notes
     try_layers(parts.runner, parts.manager)
@@ -114,10 +113,6 @@ def _choose_kernels(device: torch.device) -> str:
         return backend(device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _plan(info: ModelInfo, config: EngineConfig) -> CachePlan:
-    return plan_cache(info.layers, config, raw_format(info.dtype))
 
 
 def _size(plan: CachePlan, config: EngineConfig, info: ModelInfo, device: torch.device) -> CacheSize:
