@@ -1,13 +1,14 @@
 # Everything happens in .venv. `make demo` and `make test` are all the set-up there is.
 PYTHON ?= python3
 TORCH ?= 2.13.0
+TRITON ?= 3.7.1
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL ?= smollm2-135m
 PROMPT ?= Explain in two sentences why the sky is blue.
 
 .NOTPARALLEL:
-.PHONY: demo test test-slow lint bench fidelity kernels clean
+.PHONY: demo test test-slow test-matrix census lint bench fidelity kernels clean
 
 demo: .venv/.installed
 	$(BIN)/lean run $(MODEL) "$(PROMPT)"
@@ -17,6 +18,14 @@ test: .venv/.installed-dev
 
 test-slow: .venv/.installed-dev
 	$(BIN)/python -P -m pytest -m slow
+
+# PYTHONS="PATH ..." names interpreters, MATRIX="--only 'Python 3.12' tests/cli" rows and arguments of pytest.
+test-matrix:
+	$(PYTHON) -P tests/support/matrix.py $(MATRIX)
+
+# CENSUS="--types falcon gpt_neo" runs some types, CENSUS=--write writes docs/models.md.
+census: .venv/.installed-dev
+	$(BIN)/python -P tests/whole/census.py $(CENSUS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check
@@ -58,7 +67,11 @@ SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h 
 	@$(PIP) -e .
 	@touch $@
 
+# Builds of torch for CPUs bring no Triton: the tests then get the release that the default build of TORCH pins.
+HAS_TRITON := import sys, importlib.util as u; raise SystemExit(sys.platform == "linux" and not u.find_spec("triton"))
+
 .venv/.installed-dev: .venv/.torch $(SOURCES)
 	@echo "installing lean and its development tools"
+	@$(BIN)/python -P -c '$(HAS_TRITON)' || $(PIP) "triton==$(TRITON)"
 	@$(PIP) -e ".[dev]"
 	@touch $@ .venv/.installed

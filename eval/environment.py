@@ -13,8 +13,9 @@ import torch
 from lean.config import EngineConfig
 from lean.device import choose_device
 from lean.errors import ConfigError
-from lean.kernels.ops import backend
+from lean.kernels.serving import backend
 from lean.store.source import ModelSource
+from lean.threads import fit_threads
 
 
 def environment(base: EngineConfig) -> dict[str, Any]:
@@ -36,10 +37,15 @@ def environment(base: EngineConfig) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),
-        "threads": base.threads or torch.get_num_threads(),
+        "threads": base.threads or _threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "kernels": kernels,
     }
+
+
+def _threads() -> int:
+    fit_threads()
+    return torch.get_num_threads()
 
 
 def _cpu_name() -> str:

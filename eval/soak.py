@@ -18,9 +18,10 @@ import torch
 from lean.config import EngineConfig
 from lean.engine.request import RequestOutput
 from lean.errors import EngineError, run_main
-from lean.eval.random_llama import save_random_llama
+from lean.eval.random_model import save_random_model
 from lean.llm import LLM
 from lean.sampling_params import SamplingParams
+from lean.store.home import write_result
 
 MAX_ALIVE = 200
 MODEL_LENGTH = 256
@@ -29,7 +30,7 @@ GROWTH = 0.02  # growth of resident memory from the second quarter to the last t
 
 def tiny_model(folder: Path) -> None:
     """Save a checkpoint with random weights and a tokenizer of one token per byte."""
-    save_random_llama(
+    save_random_model(
         folder, vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=MODEL_LENGTH,
     )  # fmt: skip
@@ -201,7 +202,8 @@ def main() -> None:
     growth, words = verdict(curve)
     print(f"all requests ended, every block was given back; {words}")
     if args.json:
-        args.json.write_text(json.dumps({"growth": growth, "verdict": words, "curve": curve}, indent=1) + "\n")
+        text = json.dumps({"growth": growth, "verdict": words, "curve": curve}, indent=1) + "\n"
+        write_result(args.json, text.encode())
     if growth > GROWTH:
         raise EngineError(words)
 

@@ -14,13 +14,14 @@ from lean.cache.usage import CacheUse
 from lean.config import DEFAULT_MODEL, EngineConfig
 from lean.errors import run_main
 from lean.eval.corpus import python_docs
-from lean.eval.pictures import require_matplotlib
+from lean.eval.pictures import require_matplotlib, save_picture
 from lean.eval.soak import resident_bytes, tiny_model
 from lean.llm import LLM
 from lean.model.load import LoadedModel
 from lean.report import start_up_line
 from lean.sampling_params import SamplingParams
 from lean.scoring import score_rows
+from lean.store.home import write_result
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def plot(runs: dict[str, list[Point]], file: str) -> None:
         axis.set_ylim(0, 1.15 * axis.get_ylim()[1])
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
-    figure.savefig(file, dpi=120)
+    save_picture(figure, str(file), dpi=120)
 
 
 def _options() -> argparse.Namespace:
@@ -172,7 +173,8 @@ def main() -> None:
     if not args.draw:
         runs = run(args)
     if args.json:
-        Path(args.json).write_text(json.dumps({n: [asdict(p) for p in points] for n, points in runs.items()}))
+        text = json.dumps({n: [asdict(p) for p in points] for n, points in runs.items()})
+        write_result(Path(args.json), text.encode())
     if args.plot:
         plot(runs, args.plot)
 

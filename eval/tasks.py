@@ -4,7 +4,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,19 @@ from lean.eval.harness.find import MISSING, load_tasks
 if TYPE_CHECKING:
     from lean.eval.harness.model import LeanLM
     from lean.llm import LLM
+
+_BOOTSTRAP = 1000  # samples for the standard error of metrics that have no formula for it
+
+
+class Interrupted(KeyboardInterrupt):
+    """The evaluation was interrupted. ``report()`` gives what `run_tasks` returns, of the answered items alone.
+
+    The report has no groups; ``not_run`` names the tasks of which no item was answered.
+    """
+
+    def __init__(self, report: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self.report = report
 
 
 def run_tasks(
@@ -43,50 +56,79 @@ def run_tasks(
 
     Returns:
         JSON-ready values. ``tasks``: by name ``metrics`` (by name ``value``, ``stderr`` or null, ``higher_is_better``),
-        ``num_fewshot``, ``num_items``, ``version``, ``truncated``. ``groups``: by name their ``metrics``. ``model``:
-        engine options, cache, BOS rule, tokens scored. Also limit, seed, chat template and lm-eval's version.
+        ``num_fewshot``, ``num_items``, ``items_left``, ``version``, ``truncated``, and ``failed`` and ``encoded_apart``
+        as of `lean.eval.harness.faults.Faults`. ``groups``: by name their ``metrics``. ``model``: engine options,
+        cache, BOS rule, tokens scored. ``partial``: whether the run was interrupted. Also limit, seed, chat template
+        and lm-eval's version.
 
     Raises:
-        UserError: lm-eval is missing, a task is unknown, or its data cannot be loaded. EngineError: the model failed.
+        UserError: lm-eval is missing, a task is unknown, its data cannot be loaded, or the chat template refuses an
+            item. EngineError: the model failed.
+        Interrupted: by KeyboardInterrupt, after some items were answered.
     """
     with _quiet(progress):
         loaded, manager = load_tasks(tasks, include_path)
         import lm_eval
         from lm_eval import simple_evaluate
 
+        from lean.eval.harness.items import named_items
         from lean.eval.harness.model import LeanLM
 
         options = {} if max_gen_toks is None else {"max_gen_toks": max_gen_toks}
         model = LeanLM(llm, add_bos_token=add_bos_token, progress=progress, **options)
-        found = simple_evaluate(
-            model,
-            tasks=loaded,
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            log_samples=False,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=apply_chat_template,
-            bootstrap_iters=1000,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-        )
+        members = manager.load(loaded)["tasks"]
+        run = {"limit": limit, "seed": seed, "apply_chat_template": apply_chat_template, "lm_eval": lm_eval.__version__}
+        try:
+            with named_items(members):
+                found = simple_evaluate(
+                    model,
+                    tasks=loaded,
+                    task_manager=manager,
+                    num_fewshot=num_fewshot,
+                    limit=limit,
+                    log_samples=False,
+                    apply_chat_template=apply_chat_template,
+                    fewshot_as_multiturn=apply_chat_template,
+                    bootstrap_iters=_BOOTSTRAP,
+                    random_seed=seed,
+                    numpy_random_seed=seed,
+                    torch_random_seed=seed,
+                    fewshot_random_seed=seed,
+                )
+        except KeyboardInterrupt:
+            if not any(model.answers.items(task)[0] for task in members.values()):
+                raise
+            raise Interrupted(lambda: _plain(_partial_report(model, members) | run)) from None
     assert found is not None  # None only in worker processes
-    run = {"limit": limit, "seed": seed, "apply_chat_template": apply_chat_template, "lm_eval": lm_eval.__version__}
-    return _plain(_report(model, found) | run)
+    return _plain({"partial": False} | _report(model, found, dict.fromkeys(found["configs"], 0)) | run)
 
 
-def _report(model: "LeanLM", found: dict[str, Any]) -> dict[str, Any]:
-    """Tasks, groups and model, from lm-eval's results."""
+def _partial_report(model: "LeanLM", tasks: dict[str, Any]) -> dict[str, Any]:
+    """`_report` of the items that were answered before an interrupt."""
+    from lean.eval.harness.answers import evaluate_answered
+
+    items, left = {}, {}
+    for name, task in tasks.items():
+        answered, wanted = model.answers.items(task)
+        if answered:
+            items[name], left[name] = answered, wanted - len(answered)
+    with _quiet(progress=False):
+        found = evaluate_answered(model.answers, tasks, items, bootstrap_iters=_BOOTSTRAP)
+    not_run = [name for name in tasks if name not in items]
+    return {"partial": True} | _report(model, found, left) | {"not_run": not_run}
+
+
+def _report(model: "LeanLM", found: dict[str, Any], left: dict[str, int]) -> dict[str, Any]:
+    """Tasks, groups and model, from lm-eval's results. ``left``: by task, the items that were not answered."""
     tasks = {
         name: {
             "metrics": _metrics(name, found["results"][name], found),
             "num_fewshot": found["n-shot"].get(name),
             "num_items": found["n-samples"][name]["effective"],
+            "items_left": left[name],
             "version": found["versions"].get(name),
             "truncated": model.truncated(name),
+            **model.faults.report(name),
         }
         for name in found["configs"]
     }

@@ -1,5 +1,7 @@
 """The arguments of the two ops as values: `WriteCall` and `AttentionCall`, which every back end takes whole.
 
+`Need` is what decides which back end can serve a call (`lean.kernels.serving`).
+
 The fields stand in the order of the op's schema in `lean.kernels.ops`; a test compares the two.
 """
 
@@ -14,9 +16,24 @@ from lean.quant import KVFormat
 
 
 @cache
-def layout_of(k_format: int, v_format: int, num_kv_heads: int, k_dim: int, v_dim: int, block_size: int) -> KVLayout:
+def layout_of(
+    k_format: int, v_format: int, num_kv_heads: int, k_dim: int, v_dim: int, block_size: int, v_in_k: bool = False
+) -> KVLayout:
     """The layout of one layer, from the formats as numbers (`KVFormat.code`); one object for equal arguments."""
-    return KVLayout(KVFormat.from_code(k_format), KVFormat.from_code(v_format), num_kv_heads, k_dim, v_dim, block_size)
+    formats = KVFormat.from_code(k_format), KVFormat.from_code(v_format)
+    return KVLayout(*formats, num_kv_heads, k_dim, v_dim, block_size, v_in_k)
+
+
+class Need(NamedTuple):
+    """What a layer asks of kernels: formats as numbers (`KVFormat.code`), head dims, the dtype of its queries, and
+    whether V lies in K."""
+
+    k_format: int
+    v_format: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+    v_in_k: bool = False
 
 
 class WriteCall(NamedTuple):
@@ -30,6 +47,7 @@ class WriteCall(NamedTuple):
         layer_offset: where in a block the layer's part starts, in bytes.
         block_size: tokens of a block.
         k_format, v_format: formats as numbers, `KVFormat.code`.
+        v_in_k: V is the first v_dim numbers of K, and only K is stored (`KVLayout`).
     """
 
     arena: torch.Tensor
@@ -40,12 +58,19 @@ class WriteCall(NamedTuple):
     block_size: int
     k_format: int
     v_format: int
+    v_in_k: bool = False
 
     @property
     def layout(self) -> KVLayout:
         """The layer's part of a block."""
         _, num_kv_heads, k_dim = self.key.shape
-        return layout_of(self.k_format, self.v_format, num_kv_heads, k_dim, self.value.shape[2], self.block_size)
+        sizes = num_kv_heads, k_dim, self.value.shape[2], self.block_size
+        return layout_of(self.k_format, self.v_format, *sizes, self.v_in_k)
+
+    @property
+    def need(self) -> Need:
+        dims = self.key.shape[2], self.value.shape[2]
+        return Need(self.k_format, self.v_format, *dims, self.key.dtype, self.v_in_k)
 
 
 class AttentionCall(NamedTuple):
@@ -73,6 +98,7 @@ class AttentionCall(NamedTuple):
         num_sink_tokens: the first keys of a sequence, which every later row sees beyond its window.
         residual_length: a row reads this many latest keys, itself included, from the exact pool; 0: no exact pool.
         num_exact_sinks: the first keys of a sequence, which are read from the exact pool while they are visible.
+        v_in_k: V is the first v_dim numbers of K in both pools (`KVLayout`).
     """
 
     query: torch.Tensor
@@ -99,27 +125,27 @@ class AttentionCall(NamedTuple):
     num_sink_tokens: int
     residual_length: int
     num_exact_sinks: int
+    v_in_k: bool = False
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int, bool]:
+        return self.num_kv_heads, self.query.shape[2], self.v_dim, self.block_size, self.v_in_k
 
     @property
     def layout(self) -> KVLayout:
         """The layer's part of a block of the quantized pool."""
-        return layout_of(
-            self.k_format, self.v_format, self.num_kv_heads, self.query.shape[2], self.v_dim, self.block_size
-        )
+        return layout_of(self.k_format, self.v_format, *self._sizes)
+
+    @property
+    def need(self) -> Need:
+        return Need(self.k_format, self.v_format, self.query.shape[2], self.v_dim, self.query.dtype, self.v_in_k)
 
     @property
     def exact_layout(self) -> KVLayout:
         """The layer's part of a block of the exact pool; without one, that of the quantized pool."""
         if self.exact_arena is None:
             return self.layout
-        return layout_of(
-            self.exact_k_format,
-            self.exact_v_format,
-            self.num_kv_heads,
-            self.query.shape[2],
-            self.v_dim,
-            self.block_size,
-        )
+        return layout_of(self.exact_k_format, self.exact_v_format, *self._sizes)
 
 
 CALLS: dict[str, type[WriteCall] | type[AttentionCall]] = {"kv_write": WriteCall, "paged_attention": AttentionCall}

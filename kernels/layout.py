@@ -3,10 +3,10 @@
 Both rules exist only here; the cache, the block accounting and every kernel import them. Nothing here needs torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lean.quant.formats import KVFormat
+from lean.quant.formats import KVFormat, rotation_size
 
 ALIGNMENT = 16  # bytes; every part starts at a multiple, so that vector loads and typed views are possible
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -21,6 +21,9 @@ class KVLayout:
     """One layer's part of a block: ``[K codes | K scales | V codes | V scales]``, each part aligned.
 
     Codes are ordered ``[kv_head][slot][row bytes]``, scales ``[kv_head][slot][group]`` (fp16).
+
+    v_in_k: V is the first v_dim numbers of K, as stored, and the last two parts are empty (latent attention). The
+    formats are then equal, see `k_stored`.
     """
 
     k_format: KVFormat
@@ -29,21 +32,38 @@ class KVLayout:
     k_dim: int
     v_dim: int
     block_size: int
+    v_in_k: bool = False
 
     @property
     def _rows(self) -> int:
         return self.num_kv_heads * self.block_size
 
     @cached_property
+    def k_stored(self) -> KVFormat:
+        """How K is encoded: where V lies in K, a format with one scale for a vector has one for V, one for the rest.
+
+        The rest are rotated positions, whose size is another than that of the latent vector.
+        """
+        fmt = self.k_format
+        whole = self.v_in_k and fmt.quantized and not fmt.group_size
+        return replace(fmt, group_size=self.v_dim) if whole else fmt
+
+    @cached_property
     def k_scales_offset(self) -> int:
         return align(self._rows * self.k_format.code_bytes(self.k_dim))
 
     @cached_property
+    def _k_end(self) -> int:
+        return self.k_scales_offset + align(self._rows * self.k_stored.scale_bytes(self.k_dim))
+
+    @cached_property
     def v_codes_offset(self) -> int:
-        return self.k_scales_offset + align(self._rows * self.k_format.scale_bytes(self.k_dim))
+        return 0 if self.v_in_k else self._k_end
 
     @cached_property
     def v_scales_offset(self) -> int:
+        if self.v_in_k:
+            return self.k_scales_offset
         return self.v_codes_offset + align(self._rows * self.v_format.code_bytes(self.v_dim))
 
     @cached_property
@@ -54,14 +74,30 @@ class KVLayout:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of this layer in one block, with padding."""
+        if self.v_in_k:
+            return self._k_end
         return self.v_scales_offset + align(self._rows * self.v_format.scale_bytes(self.v_dim))
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V in this layer, with scales and without padding."""
-        return self.num_kv_heads * (
-            self.k_format.bytes_per_vector(self.k_dim) + self.v_format.bytes_per_vector(self.v_dim)
-        )
+        v_bytes = 0 if self.v_in_k else self.v_format.bytes_per_vector(self.v_dim)
+        return self.num_kv_heads * (self.k_stored.bytes_per_vector(self.k_dim) + v_bytes)
+
+    @cached_property
+    def v_stored_dim(self) -> int:
+        """Numbers of the stored vector that V is read from: its row, its scales and its rotation are of this width."""
+        return self.k_dim if self.v_in_k else self.v_dim
+
+    @cached_property
+    def k_rotation_size(self) -> int:
+        """Width of the blocks in which K is rotated; 0: it is not."""
+        return rotation_size(self.k_dim) if self.k_format.rotate else 0
+
+    @cached_property
+    def v_rotation_size(self) -> int:
+        """Likewise of V."""
+        return rotation_size(self.v_stored_dim) if self.v_format.rotate else 0
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -75,6 +75,6 @@ def _keys_and_values(
     slots = table[j // layout.block_size].long() * layout.block_size + j % layout.block_size
     key, value = read_slots(arena, layout, offset, slots, torch.float64)
     key = rotate(key) if layout.k_format.rotate else key
-    value = rotate(value) if layout.v_format.rotate else value
+    value = rotate(value, layout.v_rotation_size) if layout.v_format.rotate else value
     group = call.query.shape[1] // layout.num_kv_heads
     return key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)

@@ -1,15 +1,13 @@
 """The two ops of lean: `kv_write` and `paged_attention`. The wrappers check the arguments, the back ends rely on them.
 
 The ops take a pool's one uint8 arena, a byte offset and format numbers, so that ``torch.compile`` sees a single mutated
-tensor and no typed views. Each back end takes the arguments as one value (`lean.kernels.call`). The torch reference
-serves every device that has no faster back end.
+tensor and no typed views. Each back end takes the arguments as one value (`lean.kernels.call`). Which one serves is
+decided in `lean.kernels.serving`.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,31 +16,27 @@ from lean.kernels import reference
 from lean.kernels.call import CALLS, AttentionCall, from_arguments
 from lean.kernels.cpu import binding as cpu
 from lean.kernels.layout import ALIGNMENT, BLOCK_SIZES, KVLayout
+from lean.kernels.serving import triton_serves
 
 _LIBRARY = torch.library.Library("lean", "DEF")
 _LIBRARY.define(
     "kv_write(Tensor(a!) arena, Tensor key, Tensor value, Tensor slot_mapping, "
-    "int layer_offset, int block_size, int k_format, int v_format) -> ()"
+    "int layer_offset, int block_size, int k_format, int v_format, bool v_in_k) -> ()"
 )
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor? query_sink, Tensor arena, Tensor block_tables, "
     "Tensor? exact_arena, Tensor? exact_block_tables, Tensor query_start_loc, Tensor seq_lens, Tensor? sink_logits, "
     "int layer_offset, int exact_layer_offset, int block_size, int num_kv_heads, int v_dim, "
     "int k_format, int v_format, int exact_k_format, int exact_v_format, float scale, float softcap, "
-    "int window, int num_sink_tokens, int residual_length, int num_exact_sinks) -> Tensor"
+    "int window, int num_sink_tokens, int residual_length, int num_exact_sinks, bool v_in_k) -> Tensor"
 )
 
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def _on_gpu(name: str) -> Callable[[Any], Any]:
+def on_gpu(name: str) -> Callable[[Any], Any]:
     """The op ``name`` on CUDA and HIP; Triton is imported when the first tensor arrives."""
 
     def serve(call: Any) -> Any:
-        if reference.is_wanted() or not _has_triton():
+        if not triton_serves(call.need):
             return getattr(reference, name)(call)
         from lean.kernels.triton import backend
 
@@ -53,7 +47,7 @@ def _on_gpu(name: str) -> Callable[[Any], Any]:
 
 for _name in CALLS:
     for _key, _serve in (
-        ("CUDA", _on_gpu(_name)),
+        ("CUDA", on_gpu(_name)),
         ("CompositeExplicitAutograd", getattr(reference, _name)),
         ("CPU", getattr(cpu, _name)),
     ):
@@ -71,20 +65,6 @@ def _(*args: Any) -> torch.Tensor:
     return call.query.new_empty(*call.query.shape[:2], call.v_dim)
 
 
-def backend(device: torch.device) -> str:
-    """Name of the kernels that serve ``device``; ``LEAN_KERNELS=reference`` asks for the torch reference."""
-    if device.type == "cpu":
-        return cpu.describe()
-    if not reference.is_wanted() and device.type == "cuda" and _has_triton():
-        return "Triton"
-    return f"torch reference ({device.type})"
-
-
-def is_recordable(device: torch.device) -> bool:
-    """Whether a CUDA graph can record both ops: the reference reads sequence lengths on the host, kernels do not."""
-    return device.type == "cuda" and not backend(device).startswith("torch reference")
-
-
 @dataclass(frozen=True)
 class LayerPool:
     """One layer's share of a block pool.
@@ -94,8 +74,8 @@ class LayerPool:
         layout: the layer's part of a block.
         offset: where in a block that part starts, in bytes.
         codes: K's and V's format as numbers (`KVFormat.code`).
-        frame: KV heads, dims, block size and rotations, which two pools that serve one query must have in common.
-            Computed once, like ``codes``: every layer reads them in every step.
+        frame: KV heads, dims, block size, rotations and whether V lies in K, which two pools that serve one query must
+            have in common. Computed once, like ``codes``: every layer reads them in every step.
     """
 
     arena: torch.Tensor
@@ -120,8 +100,14 @@ class LayerPool:
         if not (layout.k_format.supports(layout.k_dim) and layout.v_format.supports(layout.v_dim)):
             raise ValueError(f"head dims {layout.k_dim}/{layout.v_dim} must be divisible by 8 for this format")
         k, v = layout.k_format, layout.v_format
+        if layout.v_in_k and not (k == v and k.supports_prefix(layout.k_dim, layout.v_dim)):
+            raise ValueError(
+                f"V cannot be the first {layout.v_dim} of the {layout.k_dim} numbers of K in {k.name}/{v.name}"
+            )
         object.__setattr__(self, "codes", (k.code, v.code))
-        frame = layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size, k.rotate, v.rotate
+        frame = (
+            layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size, k.rotate, v.rotate, layout.v_in_k,
+        )  # fmt: skip
         object.__setattr__(self, "frame", frame)
 
 
@@ -129,7 +115,8 @@ def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mappi
     """Encode new K/V and write them into their slots of the pool.
 
     Args:
-        key: [num_tokens, num_kv_heads, k_dim], after RoPE. value: [num_tokens, num_kv_heads, v_dim].
+        key: [num_tokens, num_kv_heads, k_dim], after RoPE.
+        value: [num_tokens, num_kv_heads, v_dim]; where V lies in K it is not read, and only its shape counts.
         slot_mapping: int64 [num_tokens], block id x block_size + slot; negative entries are padding.
     """
     layout, num_tokens = pool.layout, slot_mapping.shape[0]
@@ -138,7 +125,9 @@ def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mappi
         if key.shape[1:] != (heads, layout.k_dim) or value.shape[1:] != (heads, layout.v_dim):
             raise ValueError(f"key {tuple(key.shape)} / value {tuple(value.shape)} do not fit {layout}")
         raise ValueError(f"{key.shape[0]} keys, {value.shape[0]} values, {num_tokens} slots")
-    torch.ops.lean.kv_write(pool.arena, key, value, slot_mapping, pool.offset, layout.block_size, *pool.codes)
+    torch.ops.lean.kv_write(
+        pool.arena, key, value, slot_mapping, pool.offset, layout.block_size, *pool.codes, layout.v_in_k
+    )
 
 
 def paged_attention(
@@ -213,5 +202,5 @@ def paged_attention(
         query, query_sink, pool.arena, block_tables, exact_arena, exact_block_tables, query_start_loc, seq_lens,
         sink_logits, pool.offset, exact_offset, layout.block_size, layout.num_kv_heads, layout.v_dim,
         *pool.codes, *exact_codes, float(scale), float(softcap),
-        window, num_sink_tokens, residual_length, num_exact_sinks,
+        window, num_sink_tokens, residual_length, num_exact_sinks, layout.v_in_k,
     )  # fmt: skip

@@ -56,7 +56,8 @@ def workspace_bytes(num_q_heads: int, num_kv_heads: int, k_dim: int, v_dim: int,
 
 
 def _parts(arena: torch.Tensor, layout: KVLayout, offset: int) -> tuple[torch.Tensor, ...]:
-    """Views of the arena [num_blocks, block_bytes] as K codes, K scales, V codes, V scales.
+    """Views of the arena [num_blocks, block_bytes] as K codes, K scales, V codes, V scales; V's are K's where V lies
+    in K.
 
     Codes: uint8 [num_blocks, kv_heads, block_size, row_bytes]; scales: fp16 [..., groups].
     """
@@ -68,13 +69,22 @@ def _parts(arena: torch.Tensor, layout: KVLayout, offset: int) -> tuple[torch.Te
             shape, (stride, slots * row_bytes, row_bytes, 1), arena.storage_offset() + offset + start
         )
 
-    k, v = layout.k_format, layout.v_format
+    k = layout.k_stored
+    v = k if layout.v_in_k else layout.v_format
     return (
         view(k.code_bytes(layout.k_dim), 0),
         view(k.scale_bytes(layout.k_dim), layout.k_scales_offset).view(torch.float16),
-        view(v.code_bytes(layout.v_dim), layout.v_codes_offset),
-        view(v.scale_bytes(layout.v_dim), layout.v_scales_offset).view(torch.float16),
+        view(v.code_bytes(layout.v_stored_dim), layout.v_codes_offset),
+        view(v.scale_bytes(layout.v_stored_dim), layout.v_scales_offset).view(torch.float16),
     )
+
+
+def _v_of(layout: KVLayout, codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part of stored vectors that is V: all of them, or their beginnings where V lies in K."""
+    if not layout.v_in_k:
+        return codes, scales
+    fmt = layout.v_format
+    return codes[..., : fmt.code_bytes(layout.v_dim)], scales[..., : fmt.groups(layout.v_dim)]
 
 
 def kv_write(call: WriteCall) -> None:
@@ -86,13 +96,16 @@ def kv_write(call: WriteCall) -> None:
     if padding.any():
         key, value, slot_mapping = (x[~padding] for x in (key, value, slot_mapping))
     block, slot = slot_mapping // call.block_size, slot_mapping % call.block_size
-    if layout.k_format == layout.v_format and layout.k_dim == layout.v_dim:
+    encoded: tuple[torch.Tensor, ...]
+    if layout.v_in_k:
+        encoded = encode(key, layout.k_stored)
+    elif layout.k_format == layout.v_format and layout.k_dim == layout.v_dim:
         codes, scales = encode(torch.cat((key, value), dim=1), layout.k_format)
         (k_codes, v_codes), (k_scales, v_scales) = codes.chunk(2, dim=1), scales.chunk(2, dim=1)
+        encoded = k_codes, k_scales, v_codes, v_scales
     else:
-        k_codes, k_scales = encode(key, layout.k_format)
-        v_codes, v_scales = encode(value, layout.v_format)
-    for part, rows in zip(parts, (k_codes, k_scales, v_codes, v_scales)):
+        encoded = *encode(key, layout.k_format), *encode(value, layout.v_format)
+    for part, rows in zip(parts, encoded):
         if rows.numel():
             part[block, :, slot] = rows
 
@@ -106,7 +119,8 @@ def read_slots(
     """
     block, slot = slots // layout.block_size, slots % layout.block_size
     k_codes, k_scales, v_codes, v_scales = (part[block, :, slot] for part in _parts(arena, layout, offset))
-    return decode(k_codes, k_scales, layout.k_format, dtype), decode(v_codes, v_scales, layout.v_format, dtype)
+    value = decode(*_v_of(layout, v_codes, v_scales), layout.v_format, dtype)
+    return decode(k_codes, k_scales, layout.k_stored, dtype), value
 
 
 class _Source(NamedTuple):
@@ -125,7 +139,7 @@ class _Source(NamedTuple):
     def load_k(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """K [seqs, kv_heads, KEY_TILE, k_dim], decoded, in the stored basis; the caller masks unwritten slots."""
         codes, scales = (_gather(part, blocks) for part in self.parts[:2])
-        return decode(codes, scales, self.layout.k_format, dtype)
+        return decode(codes, scales, self.layout.k_stored, dtype)
 
     def load_v(self, blocks: torch.Tensor, dtype: torch.dtype, seen: torch.Tensor | None) -> torch.Tensor:
         """V [seqs, kv_heads, KEY_TILE, v_dim], decoded; zeros where no row of ``seen`` [seqs, tiles, rows, KEY_TILE]
@@ -136,7 +150,7 @@ class _Source(NamedTuple):
             bits = seen.flatten(1, 2).any(1).to(torch.uint8).neg_()[:, None, :, None]
             codes &= bits
             scales.view(torch.uint8).bitwise_and_(bits)
-        return decode(codes, scales, self.layout.v_format, dtype)
+        return decode(*_v_of(self.layout, codes, scales), self.layout.v_format, dtype)
 
 
 def _gather(part: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -265,7 +279,8 @@ class _Batch:
             logits = call.sink_logits.to(self.dtype).view(1, 1, -1, 1).expand(1, self.n, -1, 1)
             logits = self._in_row_tiles(logits)[..., : self.height, :]
         out = self.state.result(logits).flatten(2, 3)[:, :, : self.n * self.group]
-        out = rotate(out) if self.main.layout.v_format.rotate else out
+        layout = self.main.layout
+        out = rotate(out, layout.v_rotation_size) if layout.v_format.rotate else out
         out = out.unflatten(2, (self.n, self.group)).transpose(1, 2).flatten(2, 3)
         return self.rows, out.to(call.query.dtype)
 

@@ -49,6 +49,8 @@ KERNELS = ("decode", "merge", "prefill", "turn_query", "kv_write")
 # Llama-like: 8 KV heads of 4 query heads, the default residual, steps of 8 sequences, chunks of 512 tokens.
 NUM_KV_HEADS, GROUP, BLOCK_SIZE, NUM_SEQS, CHUNK, RESIDUAL, SINKS = 8, 4, 32, 8, 512, 64, 4
 DTYPE = torch.bfloat16
+# Latent vectors, by their size as head_dim: their beginning that is V. One KV head, query heads as in GLM-4.7-Flash.
+LATENT, LATENT_HEADS = {576: 512, 288: 256}, 20
 
 
 def budget(gpu: str) -> float:
@@ -58,7 +60,8 @@ def budget(gpu: str) -> float:
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel for one target; ``kernel`` is decode, prefill, kv_write, merge or turn_query."""
+    """One kernel for one target; ``kernel`` is decode, prefill, kv_write, merge or turn_query. A head_dim of LATENT
+    stands for latent vectors of that size."""
 
     target: str
     kernel: str
@@ -71,7 +74,7 @@ class Variant:
 
     @property
     def target_tuple(self) -> Target:
-        return Target("cuda", int(self.target[3:])) if self.is_nvidia else Target("hip", self.target)
+        return Target.named(self.target)
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,11 @@ class _Offline:
 def plan(variant: Variant) -> tuple[Launch, KVLayout]:
     """The launch of a variant, as a step makes it, and the layout of its quantized pool."""
     k_format, v_format = parse_kv_dtype(variant.format)
-    layout = KVLayout(k_format, v_format, NUM_KV_HEADS, variant.head_dim, variant.head_dim, BLOCK_SIZE)
+    v_dim = LATENT.get(variant.head_dim)
+    if v_dim is None:
+        layout = KVLayout(k_format, v_format, NUM_KV_HEADS, variant.head_dim, variant.head_dim, BLOCK_SIZE)
+    else:
+        layout = KVLayout(k_format, k_format, 1, variant.head_dim, v_dim, BLOCK_SIZE, v_in_k=True)
     with torch.device("meta"):
         if variant.kernel == "kv_write":
             return plan_kv_write(_write_call(layout), variant.target_tuple)[0], layout
@@ -136,16 +143,17 @@ def _arena(layout: KVLayout) -> torch.Tensor:
 
 
 def _write_call(layout: KVLayout) -> WriteCall:
-    x = torch.empty(CHUNK, NUM_KV_HEADS, layout.k_dim, dtype=DTYPE)
+    x = torch.empty(CHUNK, layout.num_kv_heads, layout.k_dim, dtype=DTYPE)
     return WriteCall(
         arena=_arena(layout),
         key=x,
-        value=x,
+        value=x[..., : layout.v_dim],
         slot_mapping=torch.empty(CHUNK, dtype=torch.int64),
         layer_offset=layout.nbytes,
         block_size=BLOCK_SIZE,
         k_format=layout.k_format.code,
         v_format=layout.v_format.code,
+        v_in_k=layout.v_in_k,
     )
 
 
@@ -156,7 +164,7 @@ def _attention_call(layout: KVLayout, rows: int) -> AttentionCall:
     residual = RESIDUAL if layout.k_format.quantized else 0
     tables = torch.empty(NUM_SEQS, 1024, dtype=torch.int32)
     return AttentionCall(
-        query=torch.empty(rows, NUM_KV_HEADS * GROUP, layout.k_dim, dtype=DTYPE),
+        query=torch.empty(rows, LATENT_HEADS if layout.v_in_k else NUM_KV_HEADS * GROUP, layout.k_dim, dtype=DTYPE),
         query_sink=None,
         arena=_arena(layout),
         block_tables=tables,
@@ -168,7 +176,7 @@ def _attention_call(layout: KVLayout, rows: int) -> AttentionCall:
         layer_offset=layout.nbytes,
         exact_layer_offset=exact.nbytes,
         block_size=BLOCK_SIZE,
-        num_kv_heads=NUM_KV_HEADS,
+        num_kv_heads=layout.num_kv_heads,
         v_dim=layout.v_dim,
         k_format=layout.k_format.code,
         v_format=layout.v_format.code,
@@ -180,6 +188,7 @@ def _attention_call(layout: KVLayout, rows: int) -> AttentionCall:
         num_sink_tokens=0,
         residual_length=residual,
         num_exact_sinks=SINKS if residual else 0,
+        v_in_k=layout.v_in_k,
     )
 
 
@@ -204,9 +213,9 @@ def measure(variant: Variant) -> Row:
     width, slots = 0, 0.0
     if variant.kernel in ("decode", "prefill"):
         tile, dim = launch.arguments["TILE"], variant.head_dim
-        body = max(sass.loops(), key=len)
-        per_key = layout.k_format.bytes_per_vector(dim) + layout.v_format.bytes_per_vector(dim)
-        codes = layout.k_format.code_bytes(dim) + layout.v_format.code_bytes(dim)
+        body = sass.main_loop()
+        per_key = layout.bytes_per_token // layout.num_kv_heads
+        codes = layout.k_format.code_bytes(dim) + (0 if layout.v_in_k else layout.v_format.code_bytes(dim))
         slots = len(body) * warps * 32 / (tile * per_key)
         width = load_width(body, tile * codes, warps * 32)
     return Row(
@@ -240,9 +249,13 @@ def ci_variants() -> list[Variant]:
     every += variants(["sm_90"], list(FORMATS), [64, 128], ["decode"])
     every += variants(["sm_90"], ["int8", "k8v4"], [128], ["prefill"])
     every += variants(["sm_90"], ["int8"], [128], ["kv_write"])
+    every += variants(["sm_100"], list(quantized), [64], ["prefill"])
     every += variants(["gfx942"], list(FORMATS), [128], ["decode"])
     every += variants(["gfx942"], ["int8", "int4"], [64], ["decode"])
-    return every + variants(["gfx942"], ["k8v4"], [128], ["prefill", "kv_write"])
+    every += variants(["gfx942"], ["k8v4"], [128], ["prefill", "kv_write"])
+    every += variants(["sm_86"], ["bf16", "int8", "int4"], [576], ["decode"])  # latent vectors
+    every += variants(["sm_86"], ["int8"], [576], ["prefill", "kv_write"])
+    return every + variants(["sm_80", "sm_90"], ["int8"], [576], ["decode"])
 
 
 def report(chosen: list[Variant], jobs: int = 1) -> list[Row]:
@@ -278,7 +291,9 @@ def main() -> None:
         help="GPU targets to compile for, e.g. sm_86 gfx942; default: sm_80 sm_86 sm_90",
     )
     parser.add_argument("--format", nargs="+", default=list(FORMATS), choices=FORMATS, help="KV formats; default: all")
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], help="sizes of a head; default: 64 128")
+    parser.add_argument(
+        "--head-dim", nargs="+", type=int, default=[64, 128], help="sizes of a head; default: 64 128; 576: latent"
+    )
     parser.add_argument("--kernel", nargs="+", default=["decode"], choices=KERNELS, help="default: decode")
     parser.add_argument("--jobs", type=int, default=1, help="number of compiling processes")
     parser.add_argument("--ci", action="store_true", help="compile only the variants that the tests check")

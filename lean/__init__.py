@@ -3,12 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lean.machine.spin import bound_spin
+
 if TYPE_CHECKING:
     from lean.cache.usage import CacheUse
     from lean.config import EngineConfig
+    from lean.engine.logprobs import TokenLogprob
     from lean.engine.request import RequestOutput
-    from lean.engine.sampler import TokenLogprob
-    from lean.errors import ConfigError, EngineError, LeanError, ModelError, RequestError, UserError
+    from lean.errors import ConfigError, EngineError, KernelError, LeanError, ModelError, RequestError, UserError
     from lean.llm import LLM
     from lean.sampling_params import SamplingParams
 
@@ -18,6 +20,7 @@ __all__ = [
     "ConfigError",
     "EngineConfig",
     "EngineError",
+    "KernelError",
     "LeanError",
     "ModelError",
     "RequestError",
@@ -33,14 +36,18 @@ _HOME = {
     "ConfigError": "lean.errors",
     "EngineConfig": "lean.config",
     "EngineError": "lean.errors",
+    "KernelError": "lean.errors",
     "LeanError": "lean.errors",
     "ModelError": "lean.errors",
     "RequestError": "lean.errors",
     "RequestOutput": "lean.engine.request",
     "SamplingParams": "lean.sampling_params",
-    "TokenLogprob": "lean.engine.sampler",
+    "TokenLogprob": "lean.engine.logprobs",
     "UserError": "lean.errors",
 }
+
+
+bound_spin()  # before anything imports torch
 
 
 def __getattr__(name: str) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from lean.errors import ConfigError
+from lean.errors import ConfigError, shown
 from lean.kernels.layout import BLOCK_SIZES
 from lean.layer_formats import check_spelling
 from lean.quant.formats import NAMES
+from lean.units import MOST_BYTES
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RESIDUAL_LENGTH = 64
@@ -17,6 +18,20 @@ DEFAULT_CHAT_MAX_TOKENS = 1024
 DEFAULT_STEP_TOKENS = 512
 QUANTIZATIONS = ("bnb-4bit", "bnb-8bit")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+
+_MOST = 2**31 - 1  # tokens, sequences and blocks are counted in 32 bits where kernels count them
+_RANGES = {  # least and most of every option that is a number; block_size is one of a list
+    "window": (1, _MOST),
+    "kv_residual_length": (0, _MOST),
+    "sinks": (0, _MOST),
+    "num_blocks": (1, _MOST),
+    "kv_memory": (1, MOST_BYTES),
+    "max_model_len": (1, _MOST),
+    "prefill_chunk": (1, _MOST),
+    "max_num_seqs": (1, _MOST),
+    "max_num_batched_tokens": (1, _MOST),
+    "threads": (1, 1024),
+}
 
 
 def _is_of(value: object, annotation: str) -> bool:
@@ -51,11 +66,12 @@ class EngineConfig:
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens of all sequences in one step; None: 512, or prefill_chunk or max_num_seqs if
             larger.
-        dtype: dtype of weights and activations; ``auto`` is the checkpoint's.
+        dtype: dtype of weights and activations; ``auto`` is the checkpoint's, or what the GPU is fast in
+            (`lean.model.dtype`).
         quantization: ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8, on a GPU): bitsandbytes quantizes the decoder's linear
             layers. Embeddings and head stay unquantized.
-        device: ``auto`` is the first GPU, else the CPU.
-        threads: CPU threads of this process; None: torch's choice.
+        device: ``auto`` is the first GPU that torch has code for, else the CPU.
+        threads: CPU threads of this process; None: torch's choice, at most the CPU quota (`lean.threads`).
         deterministic: compute linear layers and expert products in fixed row tiles, so that neither the chunk size nor
             other sequences in the batch change a bit.
         compile: torch.compile the decoder for decode steps. Compiling takes long at the first start.
@@ -87,7 +103,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         def refuse(field: str, why: str) -> None:
-            raise ConfigError(f"{field.replace('_', '-')} {getattr(self, field)!r} {why}")
+            raise ConfigError(f"{field.replace('_', '-')} {shown(getattr(self, field))} {why}")
 
         for item in fields(self):
             if not _is_of(getattr(self, item.name), str(item.type)):
@@ -101,22 +117,10 @@ class EngineConfig:
             refuse("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, or left out")
         if self.quantization is not None and self.dtype == "float64":
             refuse("quantization", "cannot be combined with dtype float64: remove one of them")
-        for field in ("kv_residual_length", "sinks"):
-            if (getattr(self, field) or 0) < 0:
-                refuse(field, "must not be negative")
-        for field in (
-            "window",
-            "num_blocks",
-            "kv_memory",
-            "max_model_len",
-            "prefill_chunk",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "threads",
-        ):
+        for field, (least, most) in _RANGES.items():
             value = getattr(self, field)
-            if value is not None and value < 1:
-                refuse(field, "must be at least 1")
+            if value is not None and not least <= value <= most:
+                refuse(field, f"must be from {least} to {most}")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max-num-batched-tokens {self.max_num_batched_tokens} is less than max-num-seqs {self.max_num_seqs}: "

@@ -1,7 +1,7 @@
 """LLM: the class for Python users: generate, stream, score."""
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,6 +11,8 @@ from lean.engine.assemble import assemble
 from lean.engine.engine import Engine
 from lean.engine.outputs import joined
 from lean.engine.request import RequestOutput
+from lean.errors import RequestError
+from lean.kernels.compiling import Compiled
 from lean.model.load import LoadedModel
 from lean.sampling_params import SamplingParams
 from lean.scoring import hidden_states_of, score_many
@@ -26,10 +28,11 @@ class LLM:
             that engines share.
         config: see `EngineConfig`.
         progress: show progress bars on stderr while fetching.
+        on_compile: called after each GPU kernel that the start compiles, with its name and all until then.
 
     Attributes:
         engine: runs the requests. config, model, plan, size, cache, notes, kernel_name, cuda_graphs, graph_bytes:
-            its parts, see `lean.engine.assemble.Parts`.
+            its parts, see `lean.engine.parts.Parts`.
         load_s: seconds until the engine was ready.
 
     Raises:
@@ -37,10 +40,15 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | ModelSource | LoadedModel, config: EngineConfig | None = None, *, progress: bool = False
+        self,
+        model: str | ModelSource | LoadedModel,
+        config: EngineConfig | None = None,
+        *,
+        progress: bool = False,
+        on_compile: Callable[[str, Compiled], None] | None = None,
     ) -> None:
         started = time.perf_counter()
-        parts = assemble(model, config or EngineConfig(), progress=progress)
+        parts = assemble(model, config or EngineConfig(), progress=progress, on_compile=on_compile)
         self.engine = Engine(parts)
         self.config, self.model, self.plan, self.size = parts.config, parts.model, parts.plan, parts.size
         self.cache, self.notes, self.kernel_name = parts.cache, parts.notes, parts.kernel_name
@@ -89,10 +97,14 @@ class LLM:
         *,
         chat: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids). Returns whole outputs in the prompts' order, n for every prompt.
+        """Complete prompts: a text, or a list or generator of texts and token ids.
+
+        Returns whole outputs in the prompts' order, n for every prompt.
 
         A request whose numbers became non-finite ends with finish_reason "error" and the error's text.
         """
+        if isinstance(prompts, (bytes, bytearray, memoryview)) or not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts are a text or a list of texts and token ids, not {type(prompts).__name__}")
         batch: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         request_ids: list[int] = []
         outputs = []

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,15 +22,17 @@ import torch
 from lean.cache.plan import plan_cache
 from lean.cache.size import size_cache
 from lean.config import EngineConfig
-from lean.engine.assemble import Parts, bind
+from lean.device import free_bytes
+from lean.engine.parts import Parts, bind
 from lean.engine.request import Request
 from lean.engine.scheduler import Chunk
+from lean.errors import LeanError, is_out_of_memory
 from lean.kernels.layout import blocks_for
 from lean.model.attention import LayerInputs, attend
-from lean.model.rotary import SinkRotary
 from lean.quant import FORMATS, raw_format
 from lean.sampling_params import SamplingParams
-from lean.store.home import cache_dir, write_atomically
+from lean.store.home import NoHome, cache_dir, write_atomically
+from lean.units import mib
 
 if TYPE_CHECKING:
     from lean.llm import LLM
@@ -91,21 +94,34 @@ class Verdict:
     warning: str | None
 
 
+class NotProbed(LeanError):
+    """There is too little memory for the check. The message says how much is free."""
+
+
 def _side(llm: LLM, config: EngineConfig, num_tokens: int) -> Parts:
-    """The engine's model bound to a small second cache, with room for one sequence of ``num_tokens``."""
+    """The engine's model bound to a small second cache, with room for one sequence of ``num_tokens``.
+
+    Raises NotProbed where the cache does not fit into the free memory.
+    """
     model = llm.model
-    plan = plan_cache(model.info.layers, config, raw_format(model.info.dtype))
+    plan = plan_cache(model.info.layers, config, raw_format(model.info.dtype), model.info.states)
     blocks = None if plan.bounded else blocks_for(num_tokens, config.block_size)
     config = replace(
         config, max_num_seqs=1, prefill_chunk=num_tokens, max_num_batched_tokens=None, max_model_len=num_tokens,
         num_blocks=blocks, kv_memory=None,
     )  # fmt: skip
     size = size_cache(plan, config, max(num_tokens, model.info.max_position_embeddings), 2**62)
+    if size.nbytes > free_bytes(model.device):
+        raise _not_probed(model.device)
     parts = bind(model, config, plan, size, llm.kernel_name)
     if plan.window and plan.num_sink_tokens:
-        parts.runner.sink_rotary = SinkRotary.of(model.module, model.info.source.name)
+        parts.runner.sink_rotary = llm.engine.runner.sink_rotary
     parts.manager.append(_SEQ_ID, num_tokens)
     return parts
+
+
+def _not_probed(device: torch.device) -> NotProbed:
+    return NotProbed(f"the KV format was not checked on this model: only {mib(free_bytes(device))} are free")
 
 
 def layer_formats_of(llm: LLM) -> list[tuple[str, str]]:
@@ -114,7 +130,8 @@ def layer_formats_of(llm: LLM) -> list[tuple[str, str]]:
     for group in llm.plan.groups:
         layout = llm.plan.pools[group.pool_id].layouts[0]
         formats.update(dict.fromkeys(group.layers, (layout.k_format.name, layout.v_format.name)))
-    return [formats[layer] for layer in sorted(formats)]
+    owners = (index if shape.kv_layer is None else shape.kv_layer for index, shape in enumerate(llm.model.info.layers))
+    return [formats[owner] for owner in owners]
 
 
 @dataclass(frozen=True)
@@ -178,24 +195,37 @@ def probe(llm: LLM, *, keep: bool = True) -> Verdict | None:
     """Check that the engine's KV format suits its model; None where no layer is quantized.
 
     ``keep``: read an earlier verdict for the same model, formats and kernels from lean's folder, and write a new one
-    there.
+    there. Raises NotProbed where a GPU has too little memory beside the engine.
     """
     formats = layer_formats_of(llm)
     if not any(FORMATS[name].quantized for pair in formats for name in pair):
         return None
-    file = cache_dir() / "probes" / f"{_key(llm)}.json"
-    if keep:
+    file = _kept_verdict(llm) if keep else None
+    if file is not None:
         with suppress(OSError, ValueError, TypeError, KeyError):
             found = json.loads(file.read_text(encoding="utf-8"))
             return Verdict([LayerError(*layer) for layer in found["layers"]], found["kld"], found["warning"])
-    result = probe_tokens(llm, probe_text(llm))
+    try:
+        result = probe_tokens(llm, probe_text(llm))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _not_probed(llm.model.device) from None
     kld = float(result.klds.mean())
     verdict = Verdict(result.layers, kld, _warning(llm.config.kv_dtype, formats, result.layers, kld))
-    if keep:
+    if file is not None:
         with suppress(OSError, ValueError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(asdict(verdict), allow_nan=False).encode())
     return verdict
+
+
+def _kept_verdict(llm: LLM) -> Path | None:
+    """The file of an earlier verdict, whether or not it exists; None for a user without a home folder."""
+    try:
+        return cache_dir() / "probes" / f"{_key(llm)}.json"
+    except NoHome:
+        return None
 
 
 def _outliers(names: Sequence[str], errors: Sequence[float]) -> set[int]:

@@ -1,9 +1,11 @@
 """Reports about an engine, its model and its cache: the start-up line, the closing line, JSON objects."""
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lean.cache.plan import CachePlan, plan_cache
+from lean.cache.states import bytes_of, layers_of
 from lean.config import EngineConfig
 from lean.errors import ConfigError
 from lean.units import ENDLESS, mib
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from lean.engine.request import RequestOutput
     from lean.llm import LLM
     from lean.quant.weights import WeightUse
+    from lean.store.gguf.file import GgufFile
 
 
 def start_up_line(llm: "LLM") -> str:
@@ -24,11 +27,15 @@ def start_up_line(llm: "LLM") -> str:
     if plan.window:
         window = f", window {plan.window:,} + {plan.num_sink_tokens} sinks"
     pools = " + ".join(
-        f"{mib((rule.num_blocks + 1) * pool.block_bytes)} {pool.name}"
-        + (" unquantized" if pool.exact else "")
-        + (f" (window {pool.window})" if pool.window else "")
-        for rule, pool in zip(size.rules, plan.pools)
+        ([f"{mib((size.num_slots + 1) * plan.state_bytes)} states"] if plan.states else [])
+        + [
+            f"{mib((rule.num_blocks + 1) * pool.block_bytes)} {pool.name}"
+            + (" unquantized" if pool.exact else "")
+            + (f" (window {pool.window})" if pool.window else "")
+            for rule, pool in zip(size.rules, plan.pools)
+        ]
     )
+    states = f" and {mib(plan.state_bytes)} of states a sequence" if plan.states else ""
     longest = size.max_model_len
     full, bf16 = plan.bytes_at(longest), plan.bytes_at_bf16(longest)
     length = "any length" if longest == ENDLESS else f"{longest:,} tokens"
@@ -40,12 +47,14 @@ def start_up_line(llm: "LLM") -> str:
     mode = ", deterministic" if llm.config.deterministic else ""
     mode += ", compiled decode" if llm.config.compile else ""
     mode += f", CUDA graphs ({mib(llm.graph_bytes)})" if llm.cuda_graphs else ""
+    working = llm.engine.parts.working_bytes
+    kept = f", {mib(working)} kept for steps" if working else ""
     formats = " and ".join(dict.fromkeys(pool.name for pool in plan.pools if not pool.exact))
     return (
         f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}{weights}; "
-        f"KV cache {formats}{residual}{window}, {plan.bytes_per_token:,} bytes/token; "
+        f"KV cache {formats}{residual}{window}, {plan.bytes_per_token:,} bytes/token{states}; "
         f"{mib(full)} at {length} (bf16: {mib(bf16)}, {bf16 / full:.2f}x as much); "
-        f"{mib(size.nbytes)} allocated, room for {room}: {pools}; kernels: {llm.kernel_name}{mode}"
+        f"{mib(size.nbytes)} allocated{kept}, room for {room}: {pools}; kernels: {llm.kernel_name}{mode}"
     )
 
 
@@ -97,6 +106,7 @@ def kv_report(llm: "LLM") -> dict[str, Any]:
         "tokens_held": use.tokens_held,
         "bytes_held": use.bytes_held,
         "bytes_if_bf16": use.bytes_if_bf16,
+        "state_bytes": use.state_bytes,
         "pools": [asdict(pool) for pool in use.pools],
     }
 
@@ -168,7 +178,7 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     def plan(kv_dtype: str) -> CachePlan | None:
         try:
             config = EngineConfig(kv_dtype=kv_dtype, kv_residual_length=0)
-            return plan_cache(info.layers, config, raw_format(info.dtype))
+            return plan_cache(info.layers, config, raw_format(info.dtype), info.states)
         except ConfigError:
             return None
 
@@ -177,9 +187,10 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     def one_or_all(values: list[int]) -> int | list[int]:
         return values[0] if len(set(values)) == 1 else values
 
-    layers = info.layers
+    layers, state_bytes = info.layers, bytes_of(info.states)
     return {
         "path": str(info.source.folder / (info.source.gguf_file or "")),
+        **({"gguf": _gguf_line(info.gguf.file)} if info.gguf else {}),
         "architecture": info.architecture,
         "model_type": info.config.model_type,
         "parameters": info.parameters,
@@ -189,7 +200,19 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
         "num_kv_heads": one_or_all([layer.num_kv_heads for layer in layers]),
         "head_dim": one_or_all([layer.k_dim for layer in layers]),
         "windows": [layer.window or None for layer in layers],
+        "kv_layers": [index if layer.kv_layer is None else layer.kv_layer for index, layer in enumerate(layers)],
         "max_position_embeddings": info.max_position_embeddings,
+        "states": f"{layers_of(info.states)} layers, {mib(state_bytes)} a sequence" if info.states else "none",
+        "state_bytes": state_bytes,
         "bytes_per_token": {name: plan and plan.bytes_per_token for name, plan in plans.items()},
         "bytes_at_4096_tokens": {name: plan and plan.bytes_at(4096) for name, plan in plans.items()},
+        "notes": list(info.notes),
     }
+
+
+def _gguf_line(gguf: "GgufFile") -> str:
+    """The architecture that a GGUF file names, its parts, and how many tensors it has of each type."""
+    kinds = Counter(tensor.type_name for tensor in gguf.tensors.values())
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    parts = f"{len(gguf.parts)} parts" if len(gguf.parts) > 1 else "one file"
+    return f"{gguf.metadata['general.architecture']}, {parts}; tensors: {counted}"

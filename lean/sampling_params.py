@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lean.config import DEFAULT_MAX_TOKENS
-from lean.errors import RequestError, one_line
+from lean.errors import RequestError, shown
+
+MOST_ANSWERS = 2**16  # to one prompt
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def need(name: str, ok: bool, what: str) -> None:
             if not ok:
-                raise RequestError(f"{name.replace('_', '-')} must be {what}, got {_shown(getattr(self, name))}")
+                raise RequestError(f"{name.replace('_', '-')} must be {what}, got {shown(getattr(self, name))}")
 
         def need_count(name: str, least: int) -> None:
             need(name, _whole(getattr(self, name), least), f"a whole number of at least {least}")
 
-        for name in ("max_tokens", "n"):
-            need_count(name, 1)
+        need_count("max_tokens", 1)
+        need("n", _whole(self.n, 1) and self.n <= MOST_ANSWERS, f"a whole number from 1 to {MOST_ANSWERS}")
         for name in ("top_k", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 need_count(name, 0)
@@ -105,22 +107,15 @@ def _listed(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
-def _shown(value: object) -> str:
-    try:
-        return one_line(repr(value))
-    except ValueError:  # Python refuses to write out integers of thousands of digits
-        return f"a {type(value).__name__} too long to show"
-
-
 def _read_bias(given: Mapping) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
         if not _whole(token):
-            raise RequestError(f"logit-bias must have token ids as keys, got {_shown(key)}")
+            raise RequestError(f"logit-bias must have token ids as keys, got {shown(key)}")
         if token in bias:
-            raise RequestError(f"logit-bias must name each token once, got {_shown(key)} twice")
+            raise RequestError(f"logit-bias must name each token once, got {shown(key)} twice")
         if not (_real(value) and abs(value) <= 100):
-            raise RequestError(f"logit-bias must be from -100 to 100, got {_shown(value)} for token {_shown(key)}")
+            raise RequestError(f"logit-bias must be from -100 to 100, got {shown(value)} for token {shown(key)}")
         bias[token] = float(value)
     return bias

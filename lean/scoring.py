@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from lean.engine.engine import Engine
-from lean.engine.request import check_token_ids
+from lean.engine.request import read_token_ids
 from lean.errors import EMPTY_PROMPT, EngineError, RequestError
 from lean.kernels.reference import workspace_bytes
 from lean.model.load import LoadedModel
@@ -76,7 +76,6 @@ def score_many(
 ) -> Iterator[tuple[int, TokenScores]]:
     """Score sequences of token ids together, as many at once as the engine runs.
 
-    Logits exist for ``model.logit_rows`` rows at once. The last token of a sequence is a target only, and is not run.
     ``progress`` is called with the number of tokens scored since its last call.
 
     Yields:
@@ -86,21 +85,44 @@ def score_many(
     Raises:
         RequestError: a sequence cannot be served. EngineError: the model computes non-finite numbers.
     """
-    sequences = [list(sequence) for sequence in sequences]
-    dtype = torch.float64 if engine.model.info.dtype is torch.float64 else torch.float32
-    # Results made beforehand: small ones made between the slices would keep malloc from reusing their memory.
-    scores = [
-        TokenScores(torch.empty(max(0, len(ids) - 1), dtype=dtype), torch.empty(max(0, len(ids) - 1), dtype=torch.bool))
-        for ids in sequences
-    ]
-    running = [index for index, ids in enumerate(sequences) if len(ids) > 1]
+    sequences = [read_token_ids(sequence, engine.model.vocab_size) for sequence in sequences]
+    scores = empty_scores(engine, sequences)
     for ids in sequences:
         if not ids:
             raise RequestError(EMPTY_PROMPT)
-        check_token_ids(ids[-1:], engine.model.vocab_size)
     for index, ids in enumerate(sequences):
         if len(ids) == 1:
             yield index, scores[index]
+    for index, scored in score_into(scores, engine, sequences, progress):
+        if scored == len(sequences[index]) - 1:
+            yield index, scores[index]
+
+
+def empty_scores(engine: Engine, sequences: Sequence[Sequence[int]]) -> list[TokenScores]:
+    """Room for the scores of sequences.
+
+    It is made beforehand: small results made between the slices would keep malloc from reusing their memory.
+    """
+    dtype = torch.float64 if engine.model.info.dtype is torch.float64 else torch.float32
+    sizes = [max(0, len(ids) - 1) for ids in sequences]
+    return [TokenScores(torch.empty(size, dtype=dtype), torch.empty(size, dtype=torch.bool)) for size in sizes]
+
+
+def score_into(
+    scores: list[TokenScores],
+    engine: Engine,
+    sequences: Sequence[Sequence[int]],
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[int, int]]:
+    """Score sequences into ``scores``, chunk by chunk; see `score_many`. Sequences of one token have no scores.
+
+    Logits exist for ``model.logit_rows`` rows at once. The last token of a sequence is a target only, and is not run.
+
+    Yields:
+        (index of the sequence, number of its scores so far), after each chunk.
+    """
+    sequences = [read_token_ids(sequence, engine.model.vocab_size) for sequence in sequences]
+    running = [index for index, ids in enumerate(sequences) if len(ids) > 1]
     for run, position, hidden in hidden_states_of(engine, [sequences[index][:-1] for index in running]):
         index = running[run]
         targets = torch.tensor(sequences[index][position + 1 : position + 1 + hidden.shape[0]], device=hidden.device)
@@ -110,8 +132,7 @@ def score_many(
             scores[index].logprobs[place], scores[index].greedy[place] = found
         if progress is not None:
             progress(len(targets))
-        if position + hidden.shape[0] == len(sequences[index]) - 1:
-            yield index, scores[index]
+        yield index, position + hidden.shape[0]
 
 
 def score_workspace_bytes(model: LoadedModel) -> int:

@@ -4,6 +4,7 @@ import re
 
 from lean.errors import ConfigError, one_line
 
+MOST_BYTES = 2**62  # no memory is larger
 ENDLESS = 2**31  # tokens: the length limit of a sequence that has no other limit
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -17,9 +18,14 @@ def parse_size(text: str) -> int:
     if not match or unit not in _UNITS:
         raise ConfigError(f"cannot read size {text!r}: write a number with KiB, MiB, GiB, KB, MB or GB, e.g. 512MiB")
     size = float(match[1]) * _UNITS[unit]
-    if size > 2**62:
+    if size > MOST_BYTES:
         raise ConfigError(f"size {one_line(text, 30)!r} is larger than any memory: write e.g. 512MiB")
     return int(size)
+
+
+def megabytes(nbytes: int) -> str:
+    """Bytes in millions, as downloads are measured, e.g. ``92.9 MB``."""
+    return f"{nbytes / 10**6:,.1f} MB"
 
 
 def mib(nbytes: int) -> str:

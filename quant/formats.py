@@ -15,6 +15,11 @@ class Kind(IntEnum):
     E4M3 = 2  # OCP e4m3fn times a scale (https://arxiv.org/abs/2209.05433)
 
 
+def rotation_size(dim: int) -> int:
+    """Largest power of two that divides ``dim``: the width of the Hadamard blocks."""
+    return dim & -dim
+
+
 @dataclass(frozen=True)
 class KVFormat:
     """One row of the format table.
@@ -84,6 +89,12 @@ class KVFormat:
     def bytes_per_vector(self, dim: int) -> int:
         """Bytes of one vector of ``dim`` elements, scales included."""
         return self.code_bytes(dim) + self.scale_bytes(dim)
+
+    def supports_prefix(self, dim: int, prefix: int) -> bool:
+        """Whether the first ``prefix`` numbers of a vector of ``dim`` can be read alone, with scales of their own: no
+        block of the rotation ends beyond them, and kernels decode up to 32 numbers at once."""
+        whole = not self.quantized or prefix % 32 == 0
+        return prefix <= dim and whole and not (self.rotate and prefix % rotation_size(dim))
 
     def supports(self, dim: int) -> bool:
         """int4 halves groups of at least 8 dims and the rotation needs 8 | dim; raw floats take any dim."""

@@ -4,27 +4,25 @@ import math
 
 import torch
 
-
-def rotation_size(dim: int) -> int:
-    """Largest power of two that divides ``dim``: the width of the Hadamard blocks."""
-    return dim & -dim
+from lean.quant.formats import rotation_size
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, size: int | None = None) -> torch.Tensor:
     """Multiply the last dim of ``x`` by the block-diagonal, orthonormal Hadamard matrix. It is its own inverse.
 
     Butterfly with strides 1, 2, 4, ..., additions only, then one multiply by 1/sqrt(n). This order of rounding is part
     of the storage format, so every back end repeats it.
 
     Args:
-        x: [..., dim], float32 or float64. Any dim; blocks are ``rotation_size(dim)`` wide.
+        x: [..., dim], float32 or float64.
+        size: width of the blocks, a power of two that divides dim; default: ``rotation_size(dim)``.
 
     Raises:
         TypeError: another dtype; a narrower one would round at every stride.
     """
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"rotate works in float32 or float64, not {x.dtype}")
-    n = rotation_size(x.shape[-1])
+    n = rotation_size(x.shape[-1]) if size is None else size
     half = n // 2
     # A perfect shuffle: every stride adds and subtracts neighbours and writes all sums before all differences. So
     # the next stride's partners become neighbours, and the last stride leaves every element in its place.

@@ -23,6 +23,11 @@ CPU_INT8 = (
     "SmolLM2-135M longer than in bfloat16), with 1.9 times the bytes: use bnb-4bit"
 )
 
+# bitsandbytes logs a line for every int8 product whose activations are not float16.
+logging.getLogger("bitsandbytes.autograd._functions").addFilter(
+    lambda record: "inputs will be cast" not in record.getMessage()
+)
+
 
 @dataclass(frozen=True)
 class WeightUse:
@@ -52,6 +57,32 @@ class WeightUse:
     def bits(self) -> float:
         """Bits per quantized weight, scales included."""
         return 8 * self.quantized_bytes / self.num_weights
+
+
+@dataclass(frozen=True)
+class Quantizable:
+    """The linear layers of a model that can be quantized: their weights and their outputs, of all layers together."""
+
+    weights: int = 0
+    outputs: int = 0
+
+    def gpu_bytes(self, quantization: str) -> int:
+        """Their bytes on a GPU: codes, and float32 scales for every BLOCK weights or for every output."""
+        if quantization == "bnb-4bit":
+            return self.weights // 2 + 4 * self.weights // BLOCK
+        return self.weights + 4 * self.outputs
+
+
+def quantizable(decoder: nn.Module) -> Quantizable:
+    """Those of a decoder. The weights need no values."""
+    layers = [layer for _, layer in _quantizable(decoder)]
+    return Quantizable(sum(layer.weight.numel() for layer in layers), sum(layer.out_features for layer in layers))
+
+
+def _quantizable(decoder: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Layers whose inputs fill blocks of BLOCK and whose outputs fill tiles of TILE, by path."""
+    linears = ((path, layer) for path, layer in decoder.named_modules() if type(layer) is nn.Linear)
+    return [(path, layer) for path, layer in linears if not (layer.in_features % BLOCK or layer.out_features % TILE)]
 
 
 class PackedLinear(nn.Module):
@@ -116,14 +147,12 @@ def quantize_linears(model: nn.Module, decoder: nn.Module, quantization: str, de
     """
     bnb = _bitsandbytes(quantization)
     make, name = (_nf4, "NF4") if quantization == "bnb-4bit" else (_int8, "int8")
-    names = [path for path, module in decoder.named_modules() if type(module) is nn.Linear]
+    num_linear = sum(type(module) is nn.Linear for module in decoder.modules())
     tensors: list[torch.Tensor] = []
     num_quantized = num_weights = 0
     packed = False
-    for path in names:
+    for path in [path for path, _ in _quantizable(decoder)]:  # paths alone: each layer's weight is freed in its turn
         linear: Any = decoder.get_submodule(path)
-        if linear.in_features % BLOCK or linear.out_features % TILE:
-            continue
         num_quantized, num_weights = num_quantized + 1, num_weights + linear.weight.numel()
         layer = make(bnb, linear, device)
         decoder.set_submodule(path, layer)
@@ -131,7 +160,7 @@ def quantize_linears(model: nn.Module, decoder: nn.Module, quantization: str, de
         tensors += _tensors(layer)
     if not num_quantized:
         raise ValueError(
-            f"quantization {quantization}: none of {len(names)} linear layers has a multiple of {BLOCK} inputs and "
+            f"quantization {quantization}: none of {num_linear} linear layers has a multiple of {BLOCK} inputs and "
             f"of {TILE} outputs: remove --quantization"
         )
     held = {tensor.data_ptr() for tensor in tensors}
@@ -140,7 +169,12 @@ def quantize_linears(model: nn.Module, decoder: nn.Module, quantization: str, de
         _let_go(kept)
     quantized, exact = (sum(tensor.nbytes for tensor in group) for group in (tensors, kept))
     fused = packed or device.type != "cpu" or quantization == "bnb-8bit"
-    return WeightUse(name, num_quantized, len(names), num_weights, quantized, exact, fused, row_invariant=packed)
+    return WeightUse(name, num_quantized, num_linear, num_weights, quantized, exact, fused, row_invariant=packed)
+
+
+def waits_for_host(module: nn.Module) -> bool:
+    """Whether a product of the module reads numbers on the host: bitsandbytes looks for outliers in every int8 one."""
+    return any(type(part).__name__ == "Linear8bitLt" for part in module.modules())
 
 
 def _bitsandbytes(quantization: str) -> Any:

@@ -175,3 +175,19 @@ def test_a_huge_max_tokens_ends_with_the_model_and_takes_no_blocks_ahead(llm, ma
 def test_the_threads_asked_for_are_used(llm):
     LLM(llm.model, EngineConfig(threads=2))
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    "value", [2**31, 2**63, 10**30, 10**6000], ids=["32 bits", "64 bits", "more", "thousands of digits"]
+)
+def test_a_number_beyond_every_machine_is_refused_with_the_range(value):
+    counts = [item.name for item in fields(EngineConfig) if "int" in str(item.type).split(" | ")]
+    assert len(counts) == 11
+    for field in counts:
+        if field == "kv_memory" and value < 2**62:
+            continue
+        message = refusal(EngineConfig, **{field: value})
+        assert field.replace("_", "-") in message
+        assert "must be from " in message or "must be one of " in message
+        assert len(message) < 250
+    assert "from 1 to 65536" in refusal(SamplingParams, n=value)

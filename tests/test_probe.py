@@ -6,7 +6,9 @@ from faults import outlier_keys, sabotage
 from tiny import tiny_checkpoint
 
 from lean import LLM, EngineConfig
-from lean.probe import NUM_TOKENS, probe, probe_text, probe_tokens
+from lean.cli.ending import run_to_end
+from lean.cli.main import run_command
+from lean.probe import NUM_TOKENS, NotProbed, probe, probe_text, probe_tokens
 
 FORMATS = ("int8", "fp8", "k8v4", "int4")
 
@@ -117,3 +119,27 @@ def test_a_damaged_or_unwritable_note_does_no_harm(tmp_path, home):
     file.parent.rmdir()
     file.parent.write_text("in the way")
     assert probe(llm) == first
+
+
+def test_where_memory_is_short_nothing_is_checked(tiny, monkeypatch):
+    llm = engine(tiny("llama"))
+    monkeypatch.setattr("lean.probe.free_bytes", lambda device: 50_000)
+    with pytest.raises(NotProbed, match=r"^the KV format was not checked on this model: only 0\.0 MiB are free$"):
+        probe(llm, keep=False)
+    monkeypatch.undo()
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lean.probe.probe_tokens", fail)
+        with pytest.raises(NotProbed):
+            probe(llm, keep=False)
+    assert probe(llm, keep=False).warning is None
+
+
+def test_the_command_answers_all_the_same(tiny, monkeypatch, capsys):
+    monkeypatch.setattr("lean.probe.free_bytes", lambda device: 50_000)
+    monkeypatch.setattr("sys.argv", ["lean", "run", str(tiny("llama")), "hi", "--no-chat", "--max-tokens", "2"])
+    assert run_to_end(run_command) == 0
+    assert "note: the KV format was not checked on this model" in " ".join(capsys.readouterr().err.split())

@@ -50,7 +50,7 @@ def test_every_field_has_values_that_are_refused():
 
 def test_the_message_says_what_would_be_right():
     assert refusal(SamplingParams, top_p=3) == "top-p must be above 0 and at most 1, got 3"
-    assert refusal(SamplingParams, n=0) == "n must be a whole number of at least 1, got 0"
+    assert refusal(SamplingParams, n=0) == "n must be a whole number from 1 to 65536, got 0"
     assert "100.5 for token 7" in refusal(SamplingParams, logit_bias={7: 100.5})
     assert "'x'" in refusal(SamplingParams, logit_bias={"x": 1})
 

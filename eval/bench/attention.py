@@ -1,15 +1,17 @@
 """``lean bench attention``: one decode step of one layer, on K and V that the CPU's caches do not hold."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lean.eval.bench.memory import COLD_BYTES, read_bandwidth
+from lean.eval.bench.replay import time_calls
 from lean.eval.bench.shape import BLOCK_SIZE, Shape, layouts
-from lean.eval.bench.timing import COLD_BYTES, BenchRow, read_bandwidth, rows_beside_peers, take_turns
+from lean.eval.bench.timing import BenchRow, rows_beside_peers
 from lean.kernels.layout import blocks_for
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
+from lean.kernels.serving import is_recordable, needs_of
 from lean.quant import parse_kv_dtype
 
 PEERS = ("sdpa", "sdpa-folded")
@@ -46,7 +48,7 @@ def lean_calls(
         where = torch.arange(position, position + len(key), device=device)
         for target, table in ((exact, exact_table[0]), (pool, tables[0])):
             slots = table[where // BLOCK_SIZE].long() * BLOCK_SIZE + where % BLOCK_SIZE
-            kv_write(target, key, value, slots)
+            kv_write(target, key, value[..., : shape.v_dim], slots)
         position += len(key)
     for copy in range(1, copies):
         arena[tables[copy].long()] = arena[tables[0].long()]
@@ -83,13 +85,22 @@ def sdpa_calls(folded: bool, shape: Shape, context: int, device: torch.device) -
     query = torch.randn(1, shape.num_q_heads, 1, shape.head_dim, device=device).to(torch.bfloat16)
 
     def call(pair: torch.Tensor) -> Callable[[], object]:
-        key, value = pair[0][None], pair[1][None]
+        key = pair[0][None]
+        value = key[..., : shape.v_in_k] if shape.v_in_k else pair[1][None]
         if folded:
             rows = query.view(1, shape.num_kv_heads, group, shape.head_dim)
             return lambda: torch.nn.functional.scaled_dot_product_attention(rows, key, value)
         return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
     return [call(pair) for pair in pairs]
+
+
+def _recordable(contender: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a CUDA graph can record a contender: all that the torch reference does not serve."""
+    if device.type == "cpu" or contender in PEERS:
+        return device.type != "cpu"
+    layout, _ = layouts(contender.split(" R ")[0], shape, dtype)
+    return is_recordable(device, needs_of([layout], dtype))
 
 
 def bench_attention(
@@ -102,7 +113,10 @@ def bench_attention(
     dtype: torch.dtype = torch.bfloat16,
     rounds: int = 9,
 ) -> Iterator[BenchRow]:
-    """Decode attention of one sequence per format and context. In its turn, a contender reads all of its copies."""
+    """Decode attention of one sequence per format and context. In its turn, a contender reads all of its copies.
+
+    On a GPU a turn replays CUDA graphs, as decode steps do: the kernels are timed, not their launches from Python.
+    """
     top = read_bandwidth(device)
     for context in contexts:
         made = {}
@@ -113,18 +127,14 @@ def bench_attention(
                 )
         calls = {name: calls for name, (calls, _) in made.items()}
         calls |= {peer: sdpa_calls(peer == "sdpa-folded", shape, context, device) for peer in peers}
-
-        def turn(copies: list[Callable[[], object]]) -> Callable[[], object]:
-            return lambda: [call() for call in copies]
-
-        timings = take_turns({name: turn(copies) for name, copies in calls.items()}, rounds)
-        timings = {name: replace(timing, median=timing.median / len(calls[name])) for name, timing in timings.items()}
+        eager = [name for name in calls if not _recordable(name, shape, dtype, device)]
+        timings = time_calls(calls, device, rounds, eager)
 
         def row(name: str, made=made, timings=timings, context=context, **figures) -> BenchRow:  # type: ignore[no-untyped-def]
             speed = made[name][1] / timings[name].median
             return BenchRow(
-                "attention", name, *shape, context, torch.get_num_threads(), **figures,
-                gb_s=speed / 1e9, bandwidth_share=speed / top,
+                "attention", name, *shape[:3], context, torch.get_num_threads(), **figures,
+                gb_s=speed / 1e9, bandwidth_share=speed / top if top else None,
             )  # fmt: skip
 
         yield from rows_beside_peers(row, timings, list(made), list(peers))

@@ -11,12 +11,14 @@ import torch
 
 from lean.config import EngineConfig
 from lean.errors import UserError
-from lean.eval.bench.peers import Decoder, Lean, LlamaCpp, Transformers, decode_room
-from lean.eval.bench.timing import BenchRow, Timing, read_bandwidth, rows_beside_peers, seconds_of
+from lean.eval.bench.memory import read_bandwidth
+from lean.eval.bench.peers import PEERS, Decoder, Lean, LlamaCpp, Transformers, decode_room
+from lean.eval.bench.timing import BenchRow, Timing, rows_beside_peers, seconds_of
 from lean.eval.corpus import python_docs
 from lean.layer_formats import parse_formats
 from lean.llm import LLM
-from lean.model.load import LoadedModel
+from lean.model.info import inspect_model
+from lean.model.load import LoadedModel, load_model
 from lean.quant import BF16
 
 _ROUNDS = 7
@@ -72,6 +74,8 @@ def contenders(
                 )
             bits = 4 if peer == "transformers-quantized" else None
             made[peer] = Transformers(source.folder, llm.model.info.dtype, llm.model.device, bits)
+        elif peer == "expanded":
+            made[peer] = Lean(_expanded(llm.model), with_format(llm.config, kv_dtypes[0]))
         elif peer == "llama.cpp":
             file = Path(gguf) if gguf else source.folder / source.gguf_file if source.gguf_file else None
             if file is None or not file.is_file():
@@ -80,32 +84,42 @@ def contenders(
                 length = llm.size.max_model_len
                 made[f"llama.cpp {cache}"] = LlamaCpp(file, cache, length, threads, llm.config.prefill_chunk)
         else:
-            raise UserError(f"unknown peer {peer!r}: choose transformers, transformers-quantized or llama.cpp")
+            raise UserError(f"unknown peer {peer!r}: choose from {', '.join(PEERS)}")
     return made, ours
+
+
+def _expanded(model: LoadedModel) -> LoadedModel:
+    """A second copy of a model with latent attention, which keeps expanded K/V. Raises UserError for another model."""
+    if not model.info.is_latent:
+        raise UserError("--against expanded is for models with latent attention (MLA): remove it")
+    config = EngineConfig(dtype=str(model.info.dtype).removeprefix("torch."), quantization=model.info.quantization)
+    return load_model(inspect_model(model.info.source, config, model.device, keep_latent=False), model.device)
 
 
 def _rows(
     llm: LLM, name: str, context: int, timings: Mapping[str, Timing], ours: Sequence[str], nbytes: Mapping[str, int]
 ) -> list[BenchRow]:
-    shape, top = llm.model.info.layers[0], read_bandwidth(llm.model.device) if nbytes else 0.0
+    shape, top = llm.model.info.layers[0], read_bandwidth(llm.model.device) if nbytes else None
 
     def row(kv_dtype: str, **figures) -> BenchRow:  # type: ignore[no-untyped-def]
         speed = nbytes[kv_dtype] / timings[kv_dtype].median if nbytes else None
         return BenchRow(
             name, kv_dtype, shape.num_q_heads, shape.num_kv_heads, shape.k_dim, context, torch.get_num_threads(),
-            **figures, gb_s=speed and speed / 1e9, bandwidth_share=speed and speed / top,
+            **figures, gb_s=speed and speed / 1e9, bandwidth_share=speed / top if speed and top else None,
         )  # fmt: skip
 
     return rows_beside_peers(row, timings, ours, [peer for peer in timings if peer not in ours])
 
 
-def _turns(calls: Mapping[str, Callable[[], object]], rounds: int, steps: int) -> dict[str, Timing]:
+def _turns(
+    calls: Mapping[str, Callable[[], object]], rounds: int, steps: int, device: torch.device
+) -> dict[str, Timing]:
     """Engines take turns of several steps. The first step of a turn, with cold caches, is not timed."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name in list(calls) if turn % 2 else list(calls)[::-1]:
             calls[name]()
-            taken = [seconds_of(calls[name]) for _ in range(steps)]
+            taken = [seconds_of(calls[name], device) for _ in range(steps)]
             if turn:
                 seconds[name].append(statistics.median(taken))
     return {name: Timing.of(taken) for name, taken in seconds.items()}
@@ -120,7 +134,7 @@ def bench_decode(
     for context in contexts:
         for engine in engines.values():
             engine.read(bench_tokens(llm, context))
-        timings = _turns({name: engine.step for name, engine in engines.items()}, _ROUNDS, _STEPS)
+        timings = _turns({name: engine.step for name, engine in engines.items()}, _ROUNDS, _STEPS, llm.model.device)
         held = {name: weights + engine.llm.stats().bytes_held for name, engine in engines.items() if name in ours}  # type: ignore[attr-defined]
         yield from _rows(llm, "decode", context, timings, ours, held)
 
@@ -135,7 +149,7 @@ def bench_prefill(
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         for turn in range(4):
             for name, engine in list(engines.items())[:: 1 if turn % 2 else -1]:
-                taken = seconds_of(partial(engine.read, ids))
+                taken = seconds_of(partial(engine.read, ids), llm.model.device)
                 if turn:
                     seconds[name].append(taken)
         yield from _rows(llm, "prefill", context, {name: Timing.of(s) for name, s in seconds.items()}, ours, {})
@@ -149,7 +163,9 @@ def bench_batch(llm: LLM, kv_dtypes: Sequence[str], contexts: Sequence[int], bat
             engines = {rows: Lean(llm.model, replace(config, max_num_seqs=rows), rows) for rows in (1, batch)}
             for engine in engines.values():
                 engine.read(bench_tokens(llm, context))
-            timings = _turns({str(rows): engine.step for rows, engine in engines.items()}, _ROUNDS, _STEPS)
+            timings = _turns(
+                {str(rows): engine.step for rows, engine in engines.items()}, _ROUNDS, _STEPS, llm.model.device
+            )
             for row in _rows(llm, f"batch of {batch}", context, timings, [str(batch)], {}):
                 one = timings["1"].median
                 yield replace(

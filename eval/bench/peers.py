@@ -139,4 +139,4 @@ class LlamaCpp:
         self.token = self._llama.sample(temp=0.0)
 
 
-PEERS = ("transformers", "transformers-quantized", "llama.cpp")
+PEERS = ("transformers", "transformers-quantized", "llama.cpp", "expanded")

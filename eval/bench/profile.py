@@ -12,7 +12,7 @@ import torch
 from lean.engine import engine as engine_module
 from lean.eval.bench.model import bench_tokens
 from lean.eval.bench.peers import Lean
-from lean.eval.bench.timing import synchronize
+from lean.eval.bench.timing import seconds_of, synchronize
 from lean.llm import LLM
 from lean.model import attention
 
@@ -33,18 +33,19 @@ PARTS = (
 class _Clock:
     """Time spent in each part of a step. Time in a nested part counts for the nested part only."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.seconds: dict[str, float] = defaultdict(float)
         self._open: list[float] = []
 
     def __call__(self, part: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._open.append(0.0)
-        synchronize()
+        synchronize(self._device)
         start = time.perf_counter()
         try:
             return call(*args, **kwargs)
         finally:
-            synchronize()
+            synchronize(self._device)
             taken = time.perf_counter() - start
             self.seconds[part] += taken - self._open.pop()
             if self._open:
@@ -86,7 +87,7 @@ def _watched(llm: LLM, clock: _Clock) -> Iterator[None]:
 
 def profile(llm: LLM, context: int) -> dict[str, float]:
     """Milliseconds per step by part, of one sequence after ``context`` tokens; ``whole``: the step without clocks."""
-    engine = Lean(llm.model, llm.config)
+    engine, device = Lean(llm.model, llm.config), llm.model.device
     engine.read(bench_tokens(llm, context))
     for _ in range(3):
         engine.step()
@@ -94,13 +95,10 @@ def profile(llm: LLM, context: int) -> dict[str, float]:
     def steps() -> float:
         taken = []
         for _ in range(STEPS):
-            start = time.perf_counter()
-            engine.step()
-            synchronize()
-            taken.append(time.perf_counter() - start)
+            taken.append(seconds_of(engine.step, device))
         return sorted(taken)[STEPS // 2]
 
-    whole, clock = steps(), _Clock()
+    whole, clock = steps(), _Clock(device)
     with _watched(engine.llm, clock):
         for _ in range(STEPS):
             clock("rest of the step", engine.step)

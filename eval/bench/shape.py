@@ -12,20 +12,28 @@ BLOCK_SIZE = 32
 
 
 class Shape(NamedTuple):
-    """Heads of one attention layer; K and V have the same head_dim."""
+    """Heads of one attention layer; K and V have the same head_dim, or V is the first ``v_in_k`` numbers of K."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    v_in_k: int = 0
+
+    @property
+    def v_dim(self) -> int:
+        return self.v_in_k or self.head_dim
 
     def __str__(self) -> str:
-        return f"{self.num_q_heads}/{self.num_kv_heads}x{self.head_dim}"
+        return f"{self.num_q_heads}/{self.num_kv_heads}x{self.head_dim}" + (f":{self.v_in_k}" if self.v_in_k else "")
 
 
 def layouts(kv_dtype: str, shape: Shape, dtype: torch.dtype) -> tuple[KVLayout, KVLayout]:
     """Layout of a KV format's blocks, and of the exact blocks beside it: ``dtype``, rotated where the format is."""
     k_format, v_format = parse_kv_dtype(kv_dtype)
-    layout = KVLayout(k_format, v_format, shape.num_kv_heads, shape.head_dim, shape.head_dim, BLOCK_SIZE)
+    if shape.v_in_k:
+        v_format = k_format
+    dims = shape.head_dim, shape.v_dim
+    layout = KVLayout(k_format, v_format, shape.num_kv_heads, *dims, BLOCK_SIZE, v_in_k=shape.v_in_k > 0)
     raw = raw_format(dtype)
     k_exact, v_exact = (replace(raw, rotate=fmt.rotate) for fmt in (k_format, v_format))
     return layout, replace(layout, k_format=k_exact, v_format=v_exact)

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: rows of figures, timing in turns, memory bandwidth, a table and a picture.
+"""Shared by all benchmarks: rows of figures, timing in turns, a table and a picture.
 
 Contenders take turns in one run after a warm-up, and medians are reported. Machines are shared and noisy: ratios from
 one run are reliable, absolute times are not.
@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from lean.eval.bench.shape import Shape
-from lean.eval.pictures import require_matplotlib
-
-COLD_BYTES = 256 * 2**20  # bytes read between two reads of the same byte: more than any cache holds
+from lean.eval.pictures import require_matplotlib, save_picture
 
 
 @dataclass(frozen=True)
@@ -63,38 +61,33 @@ class Timing:
         return cls(median, (high - low) / 2 / median)
 
 
-def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def synchronize(device: torch.device) -> None:
+    """Wait for the work of a GPU; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    """Wall-clock time of one call, including its work on the GPU."""
-    synchronize()
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock time of one call, including its work on ``device``."""
+    synchronize(device)
     start = time.perf_counter()
     call()
-    synchronize()
+    synchronize(device)
     return time.perf_counter() - start
 
 
-def take_turns(calls: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 1) -> dict[str, Timing]:
+def take_turns(
+    calls: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, warm_up: int = 1
+) -> dict[str, Timing]:
     """Time every contender once per round, in alternating order, after ``warm_up`` rounds without timing."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(warm_up + rounds):
         for name in names if turn % 2 else names[::-1]:
-            taken = seconds_of(calls[name])
+            taken = seconds_of(calls[name], device)
             if turn >= warm_up:
                 seconds[name].append(taken)
     return {name: Timing.of(taken) for name, taken in seconds.items()}
-
-
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a sum over a buffer larger than the caches reads; the best of 7."""
-    words = torch.ones(max(COLD_BYTES, 2**30 if device.type == "cuda" else 0) // 4, device=device)
-    words.sum()
-    return words.nbytes / min(seconds_of(words.sum) for _ in range(7))
 
 
 def rows_beside_peers(
@@ -168,5 +161,5 @@ def draw_rows(rows: Sequence[BenchRow], file: str, title: str) -> None:
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    figure.savefig(file, dpi=130)
+    save_picture(figure, str(file), dpi=130)
     plt.close(figure)

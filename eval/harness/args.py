@@ -8,7 +8,7 @@ import torch
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from lean.config import EngineConfig
-from lean.errors import ConfigError, RequestError, one_line
+from lean.errors import ConfigError, RequestError, one_line, shown
 from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 from lean.units import parse_size
@@ -65,7 +65,10 @@ def sampling_params(llm: LLM, given: Mapping[str, Any], max_gen_toks: int) -> Sa
     Raises:
         RequestError: an unknown argument, or an impossible value.
     """
-    args: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), max_gen_toks))
+    try:
+        args: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), max_gen_toks))
+    except (ValueError, TypeError, OverflowError, AttributeError) as error:
+        raise RequestError(f"generation arguments {shown(given, 80)} cannot be read: {one_line(error)}") from None
     stop = [text for text in args.pop("until") if text]
     eos = llm.model.tokenizer.eos_token_id
     if eos is not None:

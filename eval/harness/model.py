@@ -6,6 +6,9 @@ with lean registered.
 """
 
 import logging
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,15 +21,25 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from lean.config import DEFAULT_MAX_TOKENS, DEFAULT_MODEL
-from lean.errors import ConfigError, RequestError, one_line
+from lean.engine.request import read_token_ids
+from lean.errors import ConfigError, LeanError, RequestError, one_line
+from lean.eval.harness.answers import Answers
 from lean.eval.harness.args import engine_config, sampling_params
+from lean.eval.harness.faults import Faults
 from lean.eval.harness.texts import Job, generate_texts
 from lean.eval.harness.truncation import Truncation
-from lean.eval.score.continuations import score_continuations
+from lean.eval.score.continuations import score_each
 from lean.llm import LLM
 from lean.report import kv_report
+from lean.text.contents import check_arrival, write, write_open
+from lean.text.prompt import token_ids
+from lean.text.template import TemplateRefusal, has_template, template_of
 
 log = logging.getLogger("lean")
+
+FAILED = (-math.inf, False)  # of a continuation that cannot be scored: it is never the likeliest
+# Requests run in parts of at least _PART, and of at least _PART_BATCHES batches: the last batch of a part may be small.
+_PART, _PART_BATCHES = 256, 16
 
 
 @register_model("lean")
@@ -40,6 +53,9 @@ class LeanLM(TemplateLM):
     becomes the prefix token. A document of `loglikelihood_rolling` follows one prefix token, which is not scored; the
     later windows of a long document begin with its own tokens. lm-eval's ``hf`` model scores a second BOS there with
     tokenizers that add one, and agrees with lean for ``add_bos_token=False``.
+
+    A request that cannot be run does not end the others: its likelihood is minus infinity, its text empty, and `faults`
+    counts it. `answers` has every answer as soon as it is there.
 
     Args:
         pretrained: an LLM, or a model as for `LLM`.
@@ -88,6 +104,7 @@ class LeanLM(TemplateLM):
         self._prefix_token_id = given[0]
         self.tokens_scored = 0
         self._truncation = Truncation()
+        self.faults, self.answers = Faults(), Answers()
         if batch_size not in (None, 1, "1", "auto"):
             log.warning("batch_size %s has no effect: set max_num_seqs, the most requests at once", batch_size)
 
@@ -151,6 +168,7 @@ class LeanLM(TemplateLM):
             "bos": self.bos_rule,
             "tokens_scored": self.tokens_scored,
             "truncated": {task: self.truncated(task) for task in self._truncation.tasks()},
+            "faults": self.faults.report(),
         }
 
     def truncated(self, task: str | None = None) -> dict[str, int]:
@@ -161,123 +179,210 @@ class LeanLM(TemplateLM):
         """A conversation as text. Without a generation prompt the last message stays open, to be continued.
 
         A template that refuses the system role gets the conversation without its system message, and a warning is
-        logged, as in lm-eval's ``hf``.
+        logged, as in lm-eval's ``hf``. Raises RequestError for a template that leaves a text out or exceeds a limit.
         """
-        import jinja2
-
-        if not self.tokenizer.chat_template:
+        if not has_template(self.tokenizer):
             raise ConfigError("the model has no chat template: leave out --apply_chat_template")
+        template = template_of(self.tokenizer)
 
-        def render(messages: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        def render(turns: list[dict[str, str]]) -> str:
+            if not add_generation_prompt:
+                return write_open(template, turns)
+            text = write(template, turns)
+            check_arrival(template, turns, text)
+            return text
 
+        turns = [{"role": message["role"], "content": message["content"]} for message in chat_history]
+        others = [turn for turn in turns if turn["role"] != "system"]
         try:
-            return render(chat_history)
-        except jinja2.TemplateError as error:
-            log.warning("the chat template refuses a conversation (%s): the system message is dropped", error)
-            return render([message for message in chat_history if message["role"] != "system"])
+            return render(turns)
+        except TemplateRefusal as error:
+            if len(others) in (0, len(turns)):
+                raise
+            log.warning("%s: the system message is dropped", error)
+            return render(others)
 
     # --- text to token ids ---
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids, with BOS by the rule of the class and never with two."""
+        """Token ids, with BOS by the rule of the class and never with two. Raises RequestError as `token_ids`."""
         wanted = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode([self.prefix_token_id])):
             wanted = False
-        special = {} if wanted is None else {"add_special_tokens": wanted}
-        ids = list(self.tokenizer(string, verbose=False, **special)["input_ids"])
+        ids = token_ids(self.tokenizer, string, wanted)
         bos = self.tokenizer.bos_token_id
         return [bos, *ids] if wanted and bos is not None and ids[:1] != [bos] else ids
 
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of context and continuation, neither of them empty."""
+    def _pair(self, request: Instance) -> tuple[list[int], list[int]]:
+        """Token ids of context and continuation, neither of them empty. Raises RequestError where none can be scored.
+
+        Where the two merge into one token, nothing of the whole is left behind the context, and lm-eval's ``hf`` model
+        fails. Here the continuation is then encoded by itself, as lm-eval does for encoder-decoder models.
+        """
+        context, continuation = request.args
         if context:
             context_ids, ids = self._encode_pair(context, continuation)
         else:
             context_ids, ids = [], self.tok_encode(continuation, add_special_tokens=False)
+        if context and continuation and not ids:
+            text = context.rstrip()
+            context_ids = self.tok_encode(text)
+            ids = self.tok_encode(context[len(text) :] + continuation, add_special_tokens=False)
+            self.faults.note("encoded_apart", request, f"{context[-20:]!r}, {continuation[:20]!r}")
         if not context_ids and ids[:1] == [self.prefix_token_id]:
             context_ids, ids = ids[:1], ids[1:]
         if not ids:
             raise RequestError(f"the continuation {one_line(repr(continuation), 40)} has no tokens: nothing to score")
-        return context_ids or [self.prefix_token_id], ids
+        if len(ids) > self.max_length:
+            raise RequestError(
+                f"a continuation of {len(ids)} tokens exceeds max-model-len {self.max_length}: raise max-model-len"
+            )
+        context_ids = context_ids or [self.prefix_token_id]
+        read_token_ids(context_ids + ids, self.llm.model.vocab_size)
+        return context_ids, ids
 
     # --- the three kinds of request ---
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(natural log-probability of the continuation, whether greedy decoding gives it), per request."""
-        pairs = []
-        for request in requests:
-            context, ids = self._pair(*request.args)
-            if len(ids) > self.max_length:
-                raise RequestError(
-                    f"a continuation of {len(ids)} tokens exceeds max-model-len {self.max_length}: raise max-model-len"
-                )
-            whole = self._truncation.cut(request, context + ids, self.max_length + 1)  # the last token is not run
-            pairs.append((request.args, whole[: -len(ids)], ids))
-        answers = self._loglikelihood_tokens(pairs, disable_tqdm)
-        self._truncation.warn()
+        pairs, scored = [], []
+        answers = [FAILED] * len(requests)
+        with self.faults.of_call(requests) as errors:
+            for index, request in enumerate(requests):
+                try:
+                    context, ids = self._pair(request)
+                except RequestError as error:
+                    errors[index] = error
+                    self.answers.note(request, FAILED)
+                    continue
+                whole = self._truncation.cut(request, context + ids, self.max_length + 1)  # the last token is not run
+                pairs.append((request.args, whole[: -len(ids)], ids))
+                scored.append(index)
+            for place, answer in self._score(pairs, disable_tqdm):
+                index = scored[place]
+                if isinstance(answer, LeanError):
+                    errors[index] = answer
+                else:
+                    answers[index] = answer
+                self.answers.note(requests[index], answers[index])
+            self._truncation.warn()
         return answers
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """`loglikelihood` of (key for lm-eval's cache or None, context ids, continuation ids) that fit."""
-        sequences = [(context + ids, len(ids)) for _, context, ids in requests]
-        self.tokens_scored += sum(count for _, count in sequences)
-        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        with self._bar(len(requests), "likelihoods", disable_tqdm) as bar:
-            for index, logprob, greedy in score_continuations(self.llm, sequences):
-                answers[index] = logprob, greedy
-                if requests[index][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
-                bar.update()
+        answers = [FAILED] * len(requests)
+        for index, answer in self._score(requests, disable_tqdm):
+            if isinstance(answer, LeanError):
+                raise answer
+            answers[index] = answer
         return answers
+
+    def _score(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool
+    ) -> Iterator[tuple[int, tuple[float, bool] | LeanError]]:
+        """(index, answer) as of `_loglikelihood_tokens`, with the error of a request in the place of its answer."""
+        sequences = [(context + ids, len(ids)) for _, context, ids in requests]
+        with self._bar(len(requests), "likelihoods", disable_tqdm) as bar:
+            for part in _parts(len(requests), self.batch_size):
+                for place, answer in score_each(self.llm, sequences[part]):
+                    index = part.start + place
+                    bar.update()
+                    if not isinstance(answer, LeanError):
+                        self.tokens_scored += sequences[index][1]
+                        if requests[index][0] is not None:
+                            self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+                    yield index, answer
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of every token of each document, in windows that overlap by one token."""
         windows, owners = [], []
-        for index, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            ids = ids[1:] if ids[:1] == [self.prefix_token_id] else ids  # a BOS in the text becomes the prefix
-            for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
-                windows.append((None, *make_disjoint_window(pair)))
-                owners.append(index)
-        totals = [0.0] * len(requests)
-        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm)):
-            totals[owner] += logprob
-        for request, total in zip(requests, totals):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+        found: list[dict[int, float]] = [{} for _ in requests]  # of each document, by window
+        with self.faults.of_call(requests) as errors:
+            for index, request in enumerate(requests):
+                try:
+                    ids = self.tok_encode(request.args[0], add_special_tokens=False)
+                except RequestError as error:
+                    errors[index], found[index][-1] = error, FAILED[0]
+                    self.answers.note(request, FAILED[0])
+                    continue
+                ids = ids[1:] if ids[:1] == [self.prefix_token_id] else ids  # a BOS in the text becomes the prefix
+                for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
+                    windows.append((None, *make_disjoint_window(pair)))
+                    owners.append(index)
+                if not ids:
+                    self.answers.note(request, 0.0)
+            left = Counter(owners)
+            for window, answer in self._score(windows, disable_tqdm):
+                owner = owners[window]
+                if isinstance(answer, LeanError):
+                    errors.setdefault(owner, answer)
+                found[owner][window] = FAILED[0] if isinstance(answer, LeanError) else answer[0]
+                left[owner] -= 1
+                if not left[owner]:
+                    total = _in_order(found[owner])
+                    self.answers.note(requests[owner], total)
+                    if owner not in errors:
+                        self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, total)
+            self._truncation.warn()
+        return [_in_order(values) for values in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text after each context, up to a stop string; greedy unless the task asks for sampling."""
         jobs: dict[Job, list[int]] = {}  # equal greedy requests run once; samples are drawn one by one
-        for index, request in enumerate(requests):
-            context, given = request.args
-            params = sampling_params(self.llm, given, self.max_gen_toks)
-            room = self.max_length - params.max_tokens
-            if room < 1:
-                raise RequestError(
-                    f"{params.max_tokens} new tokens leave no room in max-model-len {self.max_length}: lower "
-                    "max_gen_toks, or raise max-model-len"
-                )
-            ids = self._truncation.cut(request, self.tok_encode(context) or [self.prefix_token_id], room)
-            job = (tuple(ids), params, index if params.temperature else None)
-            jobs.setdefault(job, []).append(index)
         answers = [""] * len(requests)
-        with self._bar(len(requests), "texts", disable_tqdm) as bar:
-            for job, text in generate_texts(self.llm, sorted(jobs, key=lambda job: -len(job[0]))):
-                for index in jobs[job]:
-                    answers[index] = text
-                    self.cache_hook.add_partial("generate_until", requests[index].args, text)
-                    bar.update()
-        self._truncation.warn()
+        with self.faults.of_call(requests) as errors:
+            for index, request in enumerate(requests):
+                try:
+                    context, given = request.args
+                    params = sampling_params(self.llm, given, self.max_gen_toks)
+                    room = _room_beside(params.max_tokens, self.max_length)
+                    ids = self._truncation.cut(request, self.tok_encode(context) or [self.prefix_token_id], room)
+                    job = tuple(ids), params, index if params.temperature else None
+                except RequestError as error:
+                    errors[index] = error
+                    self.answers.note(request, "")
+                else:
+                    jobs.setdefault(job, []).append(index)
+            with self._bar(len(requests), "texts", disable_tqdm) as bar:
+                waiting = list(jobs)
+                for part in _parts(len(waiting), self.batch_size):
+                    for job, text in generate_texts(self.llm, sorted(waiting[part], key=lambda job: -len(job[0]))):
+                        for index in jobs[job]:
+                            if isinstance(text, LeanError):
+                                errors[index] = text
+                            else:
+                                answers[index] = text
+                                self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                            self.answers.note(requests[index], answers[index])
+                            bar.update()
+            self._truncation.warn()
         return answers
 
     def _bar(self, total: int, what: str, disable: bool) -> tqdm:
         return tqdm(total=total, desc=what, disable=disable or not self._progress)
+
+
+def _parts(count: int, batch_size: int) -> Iterator[slice]:
+    """Slices of requests, of which each is run before the next one. Within a slice the longest run first.
+
+    So most items that an interrupted run has answered are the first ones, not the longest of all tasks.
+    """
+    size = max(_PART, _PART_BATCHES * batch_size)
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def _in_order(values: Mapping[int, float]) -> float:
+    """The sum of values in the order of their numbers: the same bits, whichever came first."""
+    return sum((value for _, value in sorted(values.items())), 0.0)
+
+
+def _room_beside(new_tokens: int, max_length: int) -> int:
+    """The most tokens of a context that ``new_tokens`` can follow. Raises RequestError where that is none."""
+    if new_tokens >= max_length:
+        raise RequestError(
+            f"{new_tokens} new tokens leave no room in max-model-len {max_length}: lower max_gen_toks to at most "
+            f"{max_length - 1}, or raise max-model-len"
+        )
+    return max_length - new_tokens

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lean.engine.request import check_token_ids
-from lean.errors import EMPTY_PROMPT, RequestError
+from lean.engine.request import read_token_ids
+from lean.errors import EMPTY_PROMPT, EngineError, LeanError, RequestError
 from lean.llm import LLM
 from lean.scoring import TokenScores, hidden_states_of, score_rows
 
@@ -33,7 +33,7 @@ def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]
             raise RequestError(EMPTY_PROMPT)
         if not 1 <= count < len(ids):
             raise RequestError(f"cannot score {count} of {len(ids)} tokens: at least 1, and never the first token")
-        check_token_ids(ids[-1:], llm.model.vocab_size)
+        read_token_ids(ids[-1:], llm.model.vocab_size)
         families.setdefault(tuple(ids[:-1]), []).append(index)
     prefixes = sorted(families, key=len, reverse=True)
     for start in range(0, len(prefixes), SEQUENCES_AT_ONCE):
@@ -55,6 +55,26 @@ def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]
                 place, begin = last.index(ids[-1]), len(logprobs) - count + 1
                 logprob = float(logprobs[begin:].double().sum() + final.logprobs[place].double())
                 yield index, logprob, bool(greedy[begin:].all() and final.greedy[place])
+
+
+def score_each(
+    llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]
+) -> Iterator[tuple[int, tuple[float, bool] | LeanError]]:
+    """As `score_continuations`, but the error of a sequence is yielded in the place of its score.
+
+    After an error the sequences that have no score yet run one by one.
+    """
+    rest = dict.fromkeys(range(len(sequences)))
+    try:
+        for index, logprob, greedy in score_continuations(llm, sequences):
+            del rest[index]
+            yield index, (logprob, greedy)
+    except (RequestError, EngineError) as error:
+        if len(sequences) == 1:
+            yield 0, error
+            return
+        for index in rest:
+            yield index, next(score_each(llm, [sequences[index]]))[1]
 
 
 @torch.inference_mode()

@@ -1,13 +1,13 @@
 """Fidelity of a cache: KL divergence from the exact cache, and agreement with it, on the same tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from lean.config import EngineConfig
 from lean.eval.decoding import greedy, raise_failed
-from lean.eval.score.perplexity import Part, ScoredText, exp, mean_and_stderr
+from lean.eval.score.perplexity import Interrupted, Part, ScoredText, exp, mean_and_stderr
 from lean.llm import LLM
 from lean.model.load import LoadedModel
 from lean.scoring import hidden_states_of
@@ -66,6 +66,7 @@ class Fidelity:
         ppl, ppl_exact: token perplexity with the candidate and with the exact cache.
         nll_delta: mean NLL difference, candidate minus exact, in nats per token. Both caches read the same tokens, so
             this difference is far more certain than either perplexity.
+        partial: the comparison was interrupted, and some tokens are missing.
     """
 
     tokens_scored: int
@@ -82,17 +83,36 @@ class Fidelity:
     ppl_exact: float | None
     nll_delta: float
     nll_delta_stderr: float
+    partial: bool = False
 
 
 @torch.inference_mode()
 def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None] | None = None) -> Fidelity:
     """Score the reference's text through another cache of the same model.
 
-    ``progress`` gets the number of tokens of each chunk that was read. Raises EngineError for non-finite numbers.
+    ``progress`` gets the number of tokens of each chunk that was read.
+
+    Raises:
+        Interrupted: by KeyboardInterrupt, after some tokens were compared; holds their Fidelity.
+        EngineError: non-finite numbers.
     """
     parts = reference.scored.parts
-    columns = _compare_parts(reference, candidate, progress)
-    kld, top1, top5, exact, nll = torch.cat([found[:, part.first - 1 :] for found, part in zip(columns, parts)], dim=1)
+    columns = [torch.empty(5, _rows(part), dtype=torch.float64) for part in parts]
+    done = [0] * len(parts)
+    try:
+        for index, end in _compare_parts(columns, reference, candidate, progress):
+            done[index] = end
+    except KeyboardInterrupt:
+        if any(end >= part.first for end, part in zip(done, parts)):
+            raise Interrupted(replace(_fidelity(columns, parts, done), partial=True)) from None
+        raise
+    return _fidelity(columns, parts, done)
+
+
+def _fidelity(columns: list[torch.Tensor], parts: Sequence[Part], done: list[int]) -> Fidelity:
+    """From the columns of `_compare_parts`, of which ``done`` rows per part are filled."""
+    scored = [found[:, part.first - 1 : end] for found, part, end in zip(columns, parts, done)]
+    kld, top1, top5, exact, nll = torch.cat(scored, dim=1)
     kld_mean, kld_stderr = mean_and_stderr(kld)
     top1_mean, top1_stderr = mean_and_stderr(top1)
     top5_mean, top5_stderr = mean_and_stderr(top5)
@@ -115,10 +135,15 @@ def compare(reference: Reference, candidate: LLM, progress: Callable[[int], None
     )
 
 
-def _compare_parts(reference: Reference, candidate: LLM, progress: Callable[[int], None] | None) -> list[torch.Tensor]:
-    """Per part of the text: KLD, top-1, top-5, NLL exact, NLL candidate of every row, float64 [5, rows], on the CPU."""
+def _compare_parts(
+    columns: list[torch.Tensor], reference: Reference, candidate: LLM, progress: Callable[[int], None] | None
+) -> Iterator[tuple[int, int]]:
+    """Fill ``columns``, float64 [5, rows] per part: KLD, top-1, top-5, NLL exact and NLL candidate of every row.
+
+    Yields:
+        (index of the part, number of its rows so far), after each chunk.
+    """
     parts = reference.scored.parts
-    columns = [torch.empty(5, _rows(part), dtype=torch.float64) for part in parts]
     for index, position, hidden in hidden_states_of(candidate.engine, [part.token_ids[:-1] for part in parts]):
         targets = torch.tensor(parts[index].token_ids[position + 1 :][: len(hidden)], device=hidden.device)
         for part in candidate.model.logit_slices(len(hidden)):
@@ -131,7 +156,7 @@ def _compare_parts(reference: Reference, candidate: LLM, progress: Callable[[int
             )
         if progress is not None:
             progress(len(hidden))
-    return columns
+        yield index, position + len(hidden)
 
 
 def _compare_rows(exact: torch.Tensor, found: torch.Tensor, targets: torch.Tensor, token_limit: int) -> torch.Tensor:

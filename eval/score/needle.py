@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from lean.errors import RequestError
 from lean.eval.decoding import raise_failed
-from lean.eval.pictures import require_matplotlib
+from lean.eval.pictures import require_matplotlib, save_picture
 from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 from lean.text.prompt import encode_prompt
@@ -80,6 +80,16 @@ class NeedleCell:
         return (p * (1 - p) / n + 1 / (4 * n * n)) ** 0.5 / (1 + 1 / n)
 
 
+class Place(NamedTuple):
+    """A place in a text, counted in characters from its end: where the text before it ends, and the text after begins.
+
+    White space between sentences lies between the two.
+    """
+
+    gap: int
+    after: int
+
+
 class Haystack:
     """A text to hide needles in. A short text is repeated.
 
@@ -108,24 +118,36 @@ class Haystack:
         chance = random.Random(f"{cell} {trial}")
         return Needle(items[trial], chance.choice(self._values)), chance.choice(self._ends)
 
-    def with_line(self, line: str, size: int, end: int, depth: float) -> str:
-        """The ``size`` characters that end at the offset ``end``, with a line inserted between two sentences.
+    def place(self, size: int, end: int, depth: float) -> Place | None:
+        """Where a line goes in the ``size`` characters that end at the offset ``end``; None: before them.
 
         The line goes to the sentence end nearest to ``depth`` percent. It goes to exactly ``depth`` percent where no
         sentence ends within a tenth of the text, and for the depths 0 and 100.
         """
-        whole = self._text * (size // len(self._text) + 1) + self._text[:end]
-        hay = whole[len(whole) - size :]
+        if depth == 0:
+            return None
         exact = round(size * depth / 100)
-        ends = (match.start() for match in _SENTENCE_END.finditer(hay))
-        at = min(ends, key=lambda place: abs(place - exact), default=exact)
-        if depth in (0, 100) or abs(at - exact) > size / 10:
-            at = exact
-        parts = hay[:at].strip("\n"), line, hay[at:].strip()
+        ends = _SENTENCE_END.finditer(self._last(size, end))
+        near = min(ends, key=lambda match: abs(match.start() - exact), default=None)
+        if depth == 100 or near is None or abs(near.start() - exact) > size / 10:
+            return Place(size - exact, size - exact)
+        return Place(size - near.start(), size - near.end())
+
+    def with_line(self, line: str, size: int, end: int, place: Place | None) -> str:
+        """``size`` characters of the text, which end at the offset ``end``, with a line at a place in them."""
+        gap, after = (size, size) if place is None else place
+        hay = self._last(size - after + gap, end)
+        parts = hay[: size - after], line, hay[len(hay) - after :]
         return _BREAK.join(part for part in parts if part)
 
+    def _last(self, size: int, end: int) -> str:
+        """The ``size`` characters that end at the offset ``end`` of the repeated text."""
+        whole = self._text * (size // len(self._text) + 1) + self._text[:end]
+        return whole[len(whole) - size :]
 
-Encode = Callable[[int], list[int]]  # characters of text around the needle -> token ids of the whole prompt
+
+Encode = Callable[[int, int], list[int]]
+"""(characters of text around the needle, size of the text for which its place was chosen) -> the whole prompt's ids."""
 
 
 def _hidden(
@@ -135,14 +157,15 @@ def _hidden(
     needle, end = hay.draw(seed, length, depth, trial)
     template = chat or (chat is None and bool(getattr(tokenizer, "chat_template", None)))
 
-    def encode(size: int) -> list[int]:
-        asked = f"{hay.with_line(needle.line, size, end, depth)}{_BREAK}{needle.question}"
+    def encode(size: int, placed: int) -> list[int]:
+        text = hay.with_line(needle.line, size, end, hay.place(placed, end, depth))
+        asked = f"{text}{_BREAK}{needle.question}"
         if not template:
             return encode_prompt(tokenizer, f"{asked}{_BREAK}{needle.answer_start}", chat=False)
         start = tokenizer(needle.answer_start, add_special_tokens=False)["input_ids"]
         return [*encode_prompt(tokenizer, asked, chat=True), *start]
 
-    least = len(encode(0))
+    least = len(encode(0, 0))
     if least > length:
         raise RequestError(
             f"length {length} cannot hold a needle and its question, which need {least} tokens: raise the length"
@@ -151,13 +174,26 @@ def _hidden(
 
 
 def _longest(encode: Encode, length: int) -> list[int]:
-    """The longest prompt of at most ``length`` tokens, or one of ``length - 1``.
+    """The longest prompt of at most ``length`` tokens, or one that a few characters more would make longer than that.
 
-    The search encodes whole prompts, since the number of tokens does not always grow with the characters: merges change
-    at the cuts, and white space beside the needle is stripped.
+    The place of the needle depends on the size of the text, and white space at that place is left out. So the number of
+    tokens may fall while the text grows. A second search starts from the size that the first one found, and keeps the
+    needle at its place there: every character more then adds tokens, but for the merges at the beginning of the text.
     """
-    low, best, high = 0, encode(0), 4 * length
+    placed, _ = _search(lambda size: encode(size, size), 0, length)
+    return _search(lambda size: encode(size, placed), placed, length)[1]
+
+
+def _search(encode: Callable[[int], list[int]], low: int, length: int) -> tuple[int, list[int]]:
+    """The largest size that the search finds whose prompt has at most ``length`` tokens, as that of ``low``; its ids.
+
+    Where the number of tokens does not fall while the text grows, it is the largest there is, or one that gives
+    ``length - 1`` tokens. Raises RequestError for a text that gives no tokens.
+    """
+    best, high, most = encode(low), low + 4 * length, 1000 * (low + length)
     while len(beyond := encode(high)) <= length:
+        if high > most:
+            raise RequestError("the tokenizer makes too few tokens of the text to hide needles in: give another text")
         low, best, high = high, beyond, 2 * high
     halve = False
     while high - low > 1 and len(best) < length - 1:
@@ -169,7 +205,7 @@ def _longest(encode: Encode, length: int) -> list[int]:
         else:
             high, beyond = size, ids
         halve = not halve
-    return best
+    return low, best
 
 
 def run_needle(
@@ -211,7 +247,7 @@ def run_needle(
     if max(lengths) > limit:
         raise RequestError(
             f"length {max(lengths)} plus {ANSWER_TOKENS} answer tokens exceeds max-model-len "
-            f"{llm.size.max_model_len}: use at most {limit}, or raise --max-model-len or --kv-memory"
+            f"{llm.size.max_model_len}: use lengths of at most {limit}"
         )
     cells = list(product(lengths, depths))
     hidden = [
@@ -292,4 +328,4 @@ def draw_map(cells: Iterable[NeedleCell], file: str, title: str) -> None:
     axis.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
     axis.set(xlabel="prompt length, tokens", ylabel="needle depth")
     figure.colorbar(image, label="needles found", format=lambda share, _: f"{share:.0%}", ticks=[0, 0.25, 0.5, 0.75, 1])
-    figure.savefig(file, dpi=120)
+    save_picture(figure, str(file), dpi=120)

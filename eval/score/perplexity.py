@@ -18,7 +18,7 @@ import torch
 from lean.errors import UserError
 from lean.eval.corpus import Corpus
 from lean.llm import LLM
-from lean.scoring import score_many
+from lean.scoring import empty_scores, score_into
 
 BosRule = Literal["first", "every", "none"]
 BOS_RULES: tuple[str, ...] = get_args(BosRule)
@@ -92,7 +92,8 @@ def prepare(
         raise UserError(f"bos {bos!r} must be one of {', '.join(BOS_RULES)}")
     limit = llm.size.max_model_len
     if context is not None and context > limit:
-        raise UserError(f"context {context:,} exceeds max-model-len {limit:,}: lower --context, or use --window")
+        fits = llm.engine.longer(context)
+        raise UserError(f"context {context:,} exceeds max-model-len {limit:,}: lower --context; {fits}")
     tokenizer = llm.model.tokenizer
     text = corpus.text if max_tokens is None else corpus.text[: _MOST_CHARACTERS_PER_TOKEN * max_tokens]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
@@ -117,6 +118,14 @@ def prepare(
     return ScoredText(corpus, text, ids, parts, context, stride, rule)
 
 
+class Interrupted(KeyboardInterrupt):
+    """A measurement was interrupted. ``result``: what was measured until then, marked as partial."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
 class Bucket(NamedTuple):
     """Mean NLL of the tokens that were predicted from ``start`` to ``end`` - 1 tokens."""
 
@@ -138,12 +147,14 @@ def mean_and_stderr(values: torch.Tensor) -> tuple[float, float]:
 class Perplexity:
     """NLL in nats of the scored tokens of a text, in order.
 
-    nll: float64 [tokens]. seen: int64 [tokens], the number of tokens before each one in its part.
+    nll: float64 [tokens]. seen: int64 [tokens], the number of tokens before each one in its part. partial: the scoring
+    was interrupted, and some tokens are missing; nothing is then known of words and bytes.
     """
 
     scored: ScoredText
     nll: torch.Tensor
     seen: torch.Tensor
+    partial: bool = False
 
     def curve(self) -> list[Bucket]:
         """NLL by the number of tokens seen, in buckets of equal width. It shows drift and the edge of a window."""
@@ -163,11 +174,12 @@ class Perplexity:
         total, text = float(self.nll.sum()), self.scored.text
         words, size = len(re.split(r"\s+", text.strip())), len(text.encode("utf-8"))
         return {
+            "partial": self.partial,
             "token_ppl": (ppl := exp(nll)),
             "token_ppl_stderr": ppl and ppl * error,
-            "word_ppl": exp(total / words),
-            "byte_ppl": exp(total / size),
-            "bits_per_byte": total / size / math.log(2),
+            "word_ppl": None if self.partial else exp(total / words),
+            "byte_ppl": None if self.partial else exp(total / size),
+            "bits_per_byte": None if self.partial else total / size / math.log(2),
             "nll": nll,
             "nll_stderr": error,
             "tokens_scored": len(self.nll),
@@ -194,10 +206,26 @@ def in_words(ppl: float | None, digits: int = 4) -> str:
 
 
 def perplexity(llm: LLM, scored: ScoredText, progress: Callable[[int], None] | None = None) -> Perplexity:
-    """Score a prepared text, its parts in batches. Raises EngineError for non-finite numbers."""
-    nll: dict[int, torch.Tensor] = {}
-    parts = scored.parts
-    for index, scores in score_many(llm.engine, [part.token_ids for part in parts], progress):
-        nll[index] = -scores.logprobs[parts[index].first - 1 :].double()
-    seen = [torch.arange(part.first, len(part.token_ids)) for part in parts]
-    return Perplexity(scored, torch.cat([nll[index] for index in range(len(parts))]), torch.cat(seen))
+    """Score a prepared text, its parts in batches.
+
+    Raises:
+        Interrupted: by KeyboardInterrupt, after some tokens were scored; holds their Perplexity.
+        EngineError: non-finite numbers.
+    """
+    sequences = [part.token_ids for part in scored.parts]
+    scores = empty_scores(llm.engine, sequences)
+    done = [0] * len(sequences)
+
+    def result(partial: bool) -> Perplexity:
+        nll = [-own.logprobs[part.first - 1 : end].double() for own, part, end in zip(scores, scored.parts, done)]
+        seen = [torch.arange(part.first, part.first + len(own)) for part, own in zip(scored.parts, nll)]
+        return Perplexity(scored, torch.cat(nll), torch.cat(seen), partial)
+
+    try:
+        for index, end in score_into(scores, llm.engine, sequences, progress):
+            done[index] = end
+    except KeyboardInterrupt:
+        if len((found := result(partial=True)).nll):
+            raise Interrupted(found) from None
+        raise
+    return result(partial=False)

@@ -138,6 +138,10 @@ def how_measured(judged: Judged) -> list[str]:
             f"Task {name} of lm-evaluation-harness: {task['num_items']} items, each after {task['num_fewshot']} "
             f"examples; {cut['items']} of {cut['of']} truncated (at most {cut['max_tokens_dropped']} tokens dropped)."
         )
+        for kind, words in (("failed", "failed"), ("encoded_apart", "merge at the boundary and were encoded apart")):
+            other = task.get(kind) or {"items": 0}  # results of earlier versions do not count them
+            if other["items"]:
+                lines.append(f"Task {name}: {other['items']} items {words}, the first {other['first']}.")
     return lines
 
 

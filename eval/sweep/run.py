@@ -167,7 +167,7 @@ def _measure(cell: Cell, setup: _Setup, reference: Reference, meter: SpeedMeter)
 def why_impossible(cell: Cell, base: EngineConfig, info: ModelInfo) -> str | None:
     """The reason why a cell cannot run on this model, or equals another cell; None where it can run."""
     try:
-        plan = plan_cache(info.layers, cell.config(base), raw_format(info.dtype))
+        plan = plan_cache(info.layers, cell.config(base), raw_format(info.dtype), info.states)
     except ConfigError as error:
         return str(error)
     if cell.window and not plan.window:
@@ -180,7 +180,9 @@ def why_impossible(cell: Cell, base: EngineConfig, info: ModelInfo) -> str | Non
 
 def cache_bytes(cell: Cell, base: EngineConfig, info: ModelInfo, context: int) -> CacheBytes:
     """Sizes for the model in bf16, also where it runs in another dtype: exact copies take the dtype of the model."""
-    plan, full = (plan_cache(info.layers, config, BF16) for config in (cell.config(base), full_config(base)))
+    plan, full = (
+        plan_cache(info.layers, config, BF16, info.states) for config in (cell.config(base), full_config(base))
+    )
     return CacheBytes(
         plan.bytes_per_token, plan.bytes_per_token_bf16, plan.bytes_at(context), full.bytes_at_bf16(context), context
     )
@@ -195,7 +197,9 @@ def _speed_prompt(llm: LLM, corpus: Corpus, grid: Grid) -> list[int]:
     """The beginning of the text; a short text is repeated."""
     count = min(grid.context, _LONGEST_SPEED_CONTEXT, llm.size.max_model_len - STEPS - 2)
     if count < 1:
-        raise ConfigError(f"max-model-len {llm.size.max_model_len} leaves no room to decode {STEPS} tokens: raise it")
+        raise ConfigError(
+            f"max-model-len {llm.size.max_model_len} leaves no room to decode {STEPS} tokens: use at least {STEPS + 3}"
+        )
     ids = llm.model.tokenizer(corpus.text[: 32 * count], add_special_tokens=False, verbose=False)["input_ids"]
     return (ids * -(-count // len(ids)))[:count]
 

@@ -1,12 +1,13 @@
 // What the binding hands over: one packed block per call. `binding.py` packs the same fields in the same order.
 // All members are 8 bytes wide, so there is no padding. Strides of tensors count elements, those of arenas bytes.
+// k_rotate, v_rotate: the width of the blocks in which vectors are rotated, 0: they are not.
 #pragma once
 #include <cstdint>
 
 enum Dtype : int64_t { FP32, FP16, BF16, INT8, E4M3, INT4 };  // of inputs (the first three) and of stored codes
 
 // Where one layer's K and V lie in every block of a pool: kernels/layout.py says it, codes [kv_head][slot][row bytes],
-// scales [kv_head][slot][group].
+// scales [kv_head][slot][group]. Where V lies in K, V's offsets are K's.
 struct Pool {
     uint8_t* arena;
     int64_t block_bytes;
@@ -19,7 +20,7 @@ struct WriteArgs {
     const void *key, *value;  // [num_tokens, num_kv_heads, dim], last stride 1
     int64_t key_token, key_head, value_token, value_head;
     const int64_t* slots;  // [num_tokens], negative: padding
-    int64_t num_tokens, num_kv_heads, k_dim, v_dim, block_size, dtype, k_rotate, v_rotate, threads;
+    int64_t num_tokens, num_kv_heads, k_dim, v_dim, block_size, dtype, k_rotate, v_rotate, v_in_k, threads;
 };
 
 struct AttentionArgs {
@@ -32,6 +33,7 @@ struct AttentionArgs {
     const int32_t *query_start_loc, *seq_lens;
     const float* sink_logits;  // [num_q_heads] or null
     int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, k_dim, v_dim, block_size, dtype, k_rotate, v_rotate;
+    int64_t v_stored_dim;  // of the stored vectors that V is read from: v_dim, or k_dim where V lies in K
     int64_t window, num_sink_tokens, residual_length, num_exact_sinks, threads;
     double scale, softcap;
 };

@@ -19,7 +19,7 @@ namespace ISA {
 namespace {
 
 constexpr int64_t ITEM_ROWS = 96;           // rows for which a tile is decoded once
-constexpr int64_t PARTIAL_BYTES = 4 << 20;  // for the states of splits that other threads compute
+constexpr int64_t PARTIAL_BYTES = 64 << 20;  // for the states of splits that other threads compute
 constexpr int64_t WORTH_A_THREAD = 1 << 17;  // multiply-adds, about 20 us: more than waking a thread takes
 
 }  // namespace
@@ -52,7 +52,7 @@ void paged_attention(const AttentionArgs& a) {
         }
     }
     const int64_t threads = std::min(a.threads, 1 + work / WORTH_A_THREAD);
-    const int64_t num_items = (int64_t)items.size(), state = round_up(a.v_dim, 2 * W) + 2;
+    const int64_t num_items = (int64_t)items.size(), state = padded_v(a.v_dim) + 2;
     const bool by_split = num_items < 4 * threads && num_splits > num_items && partial_rows * state * 4 <= PARTIAL_BYTES;
     std::vector<int64_t> tasks, offsets;  // by split: the item of every task, and where its states lie
     float* states = nullptr;

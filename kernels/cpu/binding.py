@@ -22,8 +22,8 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype 
 _CODES = {FP32.name: 0, FP16.name: 1, BF16.name: 2, INT8.name: 3, FP8.name: 4, INT4.name: 5}
 _FORMATS = [_CODES.get(KVFormat.from_code(code).name, -1) for code in KVFormat.codes()]  # by `KVFormat.code`
 _POOL = "8q"
-_WRITE = struct.Struct(f"={_POOL} 2Q 4q Q 9q")
-_ATTENTION = struct.Struct(f"={_POOL} {_POOL} 2Q 2q 2Q 4q 4Q 15q 2d")
+_WRITE = struct.Struct(f"={_POOL} 2Q 4q Q 10q")
+_ATTENTION = struct.Struct(f"={_POOL} {_POOL} 2Q 2q 2Q 4q 4Q 16q 2d")
 _NO_POOL = (0,) * 8
 
 
@@ -84,6 +84,13 @@ def describe() -> str:
     return f"torch reference (cpu), many times slower than the C++ kernels, which are not built: {remedy}"
 
 
+def lacking(k_format: KVFormat, v_format: KVFormat, dtype: torch.dtype) -> str | None:
+    """Why the C++ kernels cannot serve a layer with these formats and queries of ``dtype``, or None."""
+    names = (str(dtype).removeprefix("torch."), k_format.name, v_format.name)
+    known = (dtype in _DTYPES, k_format.name in _CODES, v_format.name in _CODES)
+    return next((f"{name} has no C++ kernel" for name, found in zip(names, known) if not found), None)
+
+
 def _dense(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """``x`` [tokens, heads, dim] with the elements of a vector next to each other, and its strides."""
     token, head, element = x.stride()
@@ -113,7 +120,7 @@ def kv_write(call: WriteCall) -> None:
             call.arena.data_ptr() + call.layer_offset, call.arena.stride()[0], *layout.offsets, k_format, v_format,
             key.data_ptr(), value.data_ptr(), *key_strides, *value_strides, slots.data_ptr(),
             slots.shape[0], layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size, dtype,
-            layout.k_format.rotate, layout.v_format.rotate, torch.get_num_threads(),
+            layout.k_rotation_size, layout.v_rotation_size, layout.v_in_k, torch.get_num_threads(),
         ),
         serving.isa_number,
     )  # fmt: skip
@@ -150,7 +157,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
             query.data_ptr(), 0 if sink is None else sink.data_ptr(), *strides, *sink_strides,
             out.data_ptr(), starts.data_ptr(), lengths.data_ptr(), 0 if logits is None else logits.data_ptr(),
             num_tokens, lengths.shape[0], num_q_heads, layout.num_kv_heads, layout.k_dim, layout.v_dim,
-            layout.block_size, dtype, layout.k_format.rotate, layout.v_format.rotate,
+            layout.block_size, dtype, layout.k_rotation_size, layout.v_rotation_size, layout.v_stored_dim,
             call.window, call.num_sink_tokens, call.residual_length, call.num_exact_sinks,
             torch.get_num_threads(), call.scale, call.softcap,
         ),

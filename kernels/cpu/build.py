@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).resolve().parent
@@ -50,14 +51,22 @@ def library_name() -> str:
 
 
 def cache_dir() -> Path:
-    """The user's folder for libraries whose sources lie where nothing can be written."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lean" / "kernels"
+    """The user's folder for libraries whose sources lie where nothing can be written. Raises OSError without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lean" / "kernels"
+    except RuntimeError:
+        raise FileNotFoundError("this user has no home folder: set XDG_CACHE_HOME") from None
 
 
 def find_library() -> Path | None:
     """The library built from the present sources."""
     name = library_name()
-    return next((path for path in (SOURCE_DIR / name, cache_dir() / name) if path.is_file()), None)
+    if (SOURCE_DIR / name).is_file():
+        return SOURCE_DIR / name
+    with suppress(OSError):  # no home folder, or one that cannot be read
+        if (cache_dir() / name).is_file():
+            return cache_dir() / name
+    return None
 
 
 def compiler() -> list[str] | None:
@@ -75,8 +84,11 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{command[0]} failed: {errors[0] if errors else f'status {done.returncode}'}")
 
 
-def build(folder: Path | None = None) -> Path:
+def build(folder: Path | None = None, processes: int | None = None) -> Path:
     """Compile the library into ``folder`` (default: beside the sources, else the cache). Returns its path.
+
+    Args:
+        processes: compilers at the same time; default: the CPUs of this process's affinity.
 
     Raises:
         BuildError: no compiler, a compiler that fails, or no folder that can be written.
@@ -86,9 +98,9 @@ def build(folder: Path | None = None) -> Path:
         raise BuildError("no C++ compiler found (g++ or clang++, or set CXX)")
     if sys.platform != "linux":
         raise BuildError(f"the C++ kernels are built on Linux only, this is {sys.platform}")
-    if folder is None:
-        folder = SOURCE_DIR if os.access(SOURCE_DIR, os.W_OK) else cache_dir()
     try:
+        if folder is None:
+            folder = SOURCE_DIR if os.access(SOURCE_DIR, os.W_OK) else cache_dir()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             jobs = [(isa, flags, source) for isa, flags in _isas().items() for source in _PER_ISA]
@@ -100,7 +112,7 @@ def build(folder: Path | None = None) -> Path:
                 _run([*cxx, *_FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", target])
                 return target
 
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
+            with ThreadPoolExecutor(processes or len(os.sched_getaffinity(0))) as pool:
                 objects = list(pool.map(compile_one, jobs))
             made = Path(scratch) / library_name()
             _run([*cxx, "-shared", "-fopenmp", *objects, "-o", str(made)])
@@ -108,11 +120,13 @@ def build(folder: Path | None = None) -> Path:
                 old.unlink(missing_ok=True)
             return made.replace(folder / made.name)
     except OSError as error:
-        raise BuildError(f"{folder}: {error.strerror or error}") from None
+        raise BuildError(f"{folder or 'no folder'}: {error.strerror or error}") from None
 
 
 if __name__ == "__main__":
+    from lean.machine.cpus import find_cpus
+
     try:
-        print(f"built {build()}")
+        print(f"built {build(processes=find_cpus().usable)}")
     except BuildError as error:
         sys.exit(f"lean's C++ kernels were not built: {error}")

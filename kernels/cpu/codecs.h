@@ -14,9 +14,12 @@ constexpr float MIN_SCALE = 0x1p-14f, MAX_SCALE = 65504.0f;
 INLINE constexpr int64_t row_bytes(int64_t format, int64_t dim) {
     return format == FP32 ? 4 * dim : format == INT4 ? dim / 2 : format == INT8 || format == E4M3 ? dim : 2 * dim;
 }
-INLINE constexpr int64_t scale_groups(int64_t format, int64_t dim) {
-    return format == INT4 ? (dim + INT4_GROUP - 1) / INT4_GROUP : format == INT8 || format == E4M3;
+// first: where V lies in K, INT8 and E4M3 have a scale for V's dims and one for the rest.
+INLINE constexpr int64_t scale_groups(int64_t format, int64_t dim, int64_t first) {
+    if (format == INT4) return (dim + INT4_GROUP - 1) / INT4_GROUP;
+    return format == INT8 || format == E4M3 ? 1 + (first < dim) : 0;
 }
+INLINE constexpr int64_t scale_groups(int64_t format, int64_t dim) { return scale_groups(format, dim, dim); }
 
 INLINE float from_bits(uint32_t bits) {
     float x;
@@ -90,9 +93,9 @@ template <int S> INLINE vec butterfly(vec x, int64_t n) {
     return S < n ? butterfly<S>(x, std::make_integer_sequence<int, W>()) : x;
 }
 
-// quant/rotation.py: strides 1, 2, 4, ..., additions only, then one multiply.
-inline void rotate(float* x, int64_t dim) {
-    const int64_t n = dim & -dim, whole = dim / W * W;
+// quant/rotation.py, in blocks of n dims: strides 1, 2, 4, ..., additions only, then one multiply.
+inline void rotate(float* x, int64_t dim, int64_t n) {
+    const int64_t whole = dim / W * W;
     if (n == 1) return;
     const float norm = (float)(1.0 / std::sqrt((double)n));
     const auto strides = [&](int64_t stride, int64_t begin, int64_t end) {
@@ -150,22 +153,22 @@ inline uint16_t scale_group(float* y, int64_t n, float top) {
     return half;
 }
 
-// y [dim], overwritten, to its codes and scales.
-inline void encode(float* y, int64_t dim, int64_t format, uint8_t* codes, uint8_t* scales) {
+// y [dim], overwritten, to its codes and scales; first_group: as `first` of scale_groups.
+inline void encode(float* y, int64_t dim, int64_t first_group, int64_t format, uint8_t* codes, uint8_t* scales) {
     if (format <= BF16) {
         store_row(codes, 0, format, dim, y);
         return;
     }
-    const int64_t width = format == INT4 ? INT4_GROUP : dim;
+    const int64_t width = format == INT4 ? INT4_GROUP : first_group;
     for (int64_t first = 0; first < dim; first += width, scales += 2) {
         const int64_t n = dim - first < width ? dim - first : width;
         float* z = y + first;
         const uint16_t scale = scale_group(z, n, format == E4M3 ? 448.0f : format == INT4 ? 7.0f : 127.0f);
         memcpy(scales, &scale, 2);
         if (format == E4M3) {
-            for (int64_t i = 0; i < n; ++i) codes[i] = to_e4m3(z[i]);
+            for (int64_t i = 0; i < n; ++i) codes[first + i] = to_e4m3(z[i]);
         } else if (format == INT8) {
-            for (int64_t i = 0; i < n; ++i) codes[i] = (uint8_t)to_int(z[i], -127.0f, 127.0f);
+            for (int64_t i = 0; i < n; ++i) codes[first + i] = (uint8_t)to_int(z[i], -127.0f, 127.0f);
         } else {
             uint8_t* group = codes + first / 2;
             for (int64_t i = 0; i < n / 2; ++i)
@@ -179,16 +182,15 @@ inline void encode(float* y, int64_t dim, int64_t format, uint8_t* codes, uint8_
 constexpr int dword_dims(int format) { return format == FP32 ? 1 : format <= BF16 ? 2 : 4; }  // INT4: per nibble
 constexpr int chunk_dims(int format) { return format == INT4 ? 32 : 4 * dword_dims(format); }
 
-// What a decoded K code has to be multiplied by, beside its scale.
-constexpr float k_unit(int format) {
+// What a decoded K code has to be multiplied by, beside its scale. dot: with integer products.
+constexpr float k_unit(int64_t format, bool dot) {
 #if defined(HAS_DOT)
-    if (format == INT8) return 1.0f;
+    if (format == INT8 && dot) return 1.0f;
 #endif
     return format == INT8 ? 0x1p-24f : format == INT4 ? 0x1p-28f : 1.0f;
 }
 // Likewise for V.
 constexpr float v_unit(int format) { return format == E4M3 ? E4M3_SCALE : 1.0f; }
-constexpr float K_UNIT[] = {k_unit(FP32), k_unit(FP16), k_unit(BF16), k_unit(INT8), k_unit(E4M3), k_unit(INT4)};
 constexpr float V_UNIT[] = {v_unit(FP32), v_unit(FP16), v_unit(BF16), v_unit(INT8), v_unit(E4M3), v_unit(INT4)};
 
 // Element J of one dword of every key; for INT4 the low nibble of byte J or the high one.

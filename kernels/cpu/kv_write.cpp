@@ -9,7 +9,7 @@ namespace {
 
 struct Part {
     const void* x;
-    int64_t token, head, dim, format, rotate, codes, scales;
+    int64_t token, head, dim, first, format, rotate, codes, scales;  // first: as of scale_groups
 };
 
 void write(const WriteArgs& a, const Part& part, int64_t token, int64_t head, float* y) {
@@ -24,17 +24,21 @@ void write(const WriteArgs& a, const Part& part, int64_t token, int64_t head, fl
         return;
     }
     load_row(part.x, at, a.dtype, part.dim, y);
-    if (part.rotate) rotate(y, part.dim);
-    encode(y, part.dim, part.format, codes, block + part.scales + row * 2 * scale_groups(part.format, part.dim));
+    if (part.rotate) rotate(y, part.dim, part.rotate);
+    uint8_t* scales = block + part.scales + row * 2 * scale_groups(part.format, part.dim, part.first);
+    encode(y, part.dim, part.first, part.format, codes, scales);
 }
 
 }  // namespace
 
 void kv_write(const WriteArgs& a) {
     const Part parts[2] = {
-        {a.key, a.key_token, a.key_head, a.k_dim, a.pool.k_format, a.k_rotate, a.pool.k_codes, a.pool.k_scales},
-        {a.value, a.value_token, a.value_head, a.v_dim, a.pool.v_format, a.v_rotate, a.pool.v_codes, a.pool.v_scales},
+        {a.key, a.key_token, a.key_head, a.k_dim, a.v_in_k ? a.v_dim : a.k_dim, a.pool.k_format, a.k_rotate,
+         a.pool.k_codes, a.pool.k_scales},
+        {a.value, a.value_token, a.value_head, a.v_dim, a.v_dim, a.pool.v_format, a.v_rotate, a.pool.v_codes,
+         a.pool.v_scales},
     };
+    const int num_parts = a.v_in_k ? 1 : 2;
     const int64_t rows = a.num_tokens * a.num_kv_heads, dim = a.k_dim > a.v_dim ? a.k_dim : a.v_dim;
     // Waking a thread costs as much as about ten rows.
 #pragma omp parallel num_threads(rows < 64 ? 1 : (int)a.threads)
@@ -43,8 +47,9 @@ void kv_write(const WriteArgs& a) {
         float* y = dim <= 512 ? small : new float[dim];
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row)
-            for (const Part& part : parts)
-                if (a.slots[row / a.num_kv_heads] >= 0) write(a, part, row / a.num_kv_heads, row % a.num_kv_heads, y);
+            for (int i = 0; i < num_parts; ++i)
+                if (a.slots[row / a.num_kv_heads] >= 0)
+                    write(a, parts[i], row / a.num_kv_heads, row % a.num_kv_heads, y);
         if (y != small) delete[] y;
     }
 }

@@ -56,7 +56,7 @@ void load_query(const AttentionArgs& a, const Item& item, const void* from, int6
         float* q = to.x + row * k_pad;
         const int64_t head = item.head * group + row % group;
         load_row(from, (item.first + row / group) * token_stride + head * head_stride, a.dtype, a.k_dim, q);
-        if (a.k_rotate) rotate(q, a.k_dim);
+        if (a.k_rotate) rotate(q, a.k_dim, a.k_rotate);
         for (int64_t d = 0; d < a.k_dim; ++d) q[d] *= factor;
         for (int64_t d = a.k_dim; d < k_pad; ++d) q[d] = 0;
 #if defined(HAS_DOT)

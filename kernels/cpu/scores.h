@@ -39,6 +39,7 @@ INLINE void each_dim(const Tile& tile, int64_t key, Use&& use) {
     constexpr int DIMS = chunk_dims(F);
     for (int64_t d = 0; d < tile.k_dim; d += DIMS) {
         ints words[V][4];
+        const bool rest = (F == INT8 || F == E4M3) && d >= tile.rest_from;
         for (int v = 0; v < V; ++v) load_chunk<F>(tile, key + v * W, d, words[v]);
         const auto nibbles = [&]<bool HIGH>() INLINED {
             _Pragma("GCC unroll 1") for (int c = 0; c < 4; ++c) {
@@ -47,6 +48,7 @@ INLINE void each_dim(const Tile& tile, int64_t key, Use&& use) {
                     UNROLL for (int v = 0; v < V; ++v) {
                         x[v] = element<F, J, HIGH>(words[v][c]);
                         if (F == INT4) x[v] *= load(tile.k_groups + d / INT4_GROUP * TILE + key + v * W);
+                        if (rest) x[v] *= load(tile.k_rest + key + v * W);
                     }
                     use(d + c * dword_dims(F) + J + 16 * HIGH, x);
                 };
@@ -165,15 +167,14 @@ void score_integer(const Tile& tile, const Query& query, int64_t rows, float* sc
 
 void score_tile(int64_t format, const Tile& tile, const Query& query, const Rows& rows, float* strip) {
 #if defined(HAS_DOT)
-    if (format == INT8) return score_integer(tile, query, rows.count, rows.weights, strip);
+    if (format == INT8 && tile.rest_from == NO_REST)
+        return score_integer(tile, query, rows.count, rows.weights, strip);
 #endif
     if (rows.count <= FEW) {
         const auto few = [&]<int F>() INLINED {
             with_count<FEW>(rows.count, [&]<int R>() INLINED { score_few<F, R>(tile, query, rows.weights); });
         };
-#if !defined(HAS_DOT)
         if (format == INT8) return few.template operator()<INT8>();
-#endif
         if (format == BF16) return few.template operator()<BF16>();
         if (format == E4M3) return few.template operator()<E4M3>();
         if (format == INT4) return few.template operator()<INT4>();

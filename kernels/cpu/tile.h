@@ -21,12 +21,22 @@ constexpr int FEW = 0;
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// Floats between decoded values. Rows of the same multiple of a page would share few lines of the first cache.
+constexpr int64_t padded_v(int64_t v_dim) {
+    const int64_t dims = round_up(v_dim, 2 * W);
+    return dims % 512 ? dims : dims + 2 * W;
+}
+
+constexpr int64_t NO_REST = INT64_MAX;
+
 // The keys of a tile and how to read them. Keys that no row sees point to a row of zeros.
 struct Tile {
     int64_t first, last;  // the keys first .. last of the tile are seen by some row
     int64_t k_dim, k_pad, v_dim, v_pad;
     const uint8_t *k[TILE], *v[TILE];
     alignas(64) float k_scale[TILE], v_scale[TILE];  // INT4: 1
+    alignas(64) float k_rest[TILE];                  // the scale of the dims from rest_from on, over k_scale
+    int64_t rest_from;                               // NO_REST: all dims have one scale
     float *k_groups, *v_groups;                      // INT4: [groups][TILE] and [TILE][groups]
     const uint8_t* zeros;
     // The next tile's, prefetched while this one is computed.
@@ -39,7 +49,8 @@ INLINE void prefetch_row(const uint8_t* row, int64_t bytes) {
 }
 
 // Scales of `count` rows from `row` on, times unit: to per_key, or for INT4 to groups[key * by_key + group * by_group].
-void load_scales(int64_t format, int64_t dim, const uint8_t* scales, int64_t row, int64_t count, float unit,
+// dim: the first dims of a row, whose scales are wanted. stored: scales of a row.
+void load_scales(int64_t format, int64_t dim, int64_t stored, const uint8_t* scales, int64_t row, int64_t count, float unit,
                  float* per_key, float* groups, int64_t by_key, int64_t by_group) {
     const auto at = [&](int64_t i) {
         uint16_t h;
@@ -50,14 +61,15 @@ void load_scales(int64_t format, int64_t dim, const uint8_t* scales, int64_t row
         const int64_t n = scale_groups(INT4, dim);
         for (int64_t i = 0; i < count; ++i) {
             per_key[i] = 1;
-            for (int64_t g = 0; g < n; ++g) groups[i * by_key + g * by_group] = at((row + i) * n + g) * unit;
+            for (int64_t g = 0; g < n; ++g) groups[i * by_key + g * by_group] = at((row + i) * stored + g) * unit;
         }
     } else if (format <= BF16) {
         for (int64_t i = 0; i < count; ++i) per_key[i] = 1;
     } else {
         int64_t i = 0;
-        for (; i + W <= count; i += W) store(per_key + i, load_half(scales + 2 * (row + i)) * set1(unit));
-        for (; i < count; ++i) per_key[i] = at(row + i) * unit;
+        if (stored == 1)
+            for (; i + W <= count; i += W) store(per_key + i, load_half(scales + 2 * (row + i)) * set1(unit));
+        for (; i < count; ++i) per_key[i] = at((row + i) * stored) * unit;
     }
 }
 
@@ -80,13 +92,18 @@ INLINE void each_run(const AttentionArgs& a, const Item& item, bool exact, int64
 void load_tile(const AttentionArgs& a, const Item& item, bool exact, int64_t start, int64_t first, int64_t last,
                int64_t end, bool fetch, Tile& tile) {
     const Pool& pool = exact ? a.exact : a.pool;
-    const int64_t k_bytes = row_bytes(pool.k_format, a.k_dim), v_bytes = row_bytes(pool.v_format, a.v_dim);
-    const float k_unit = K_UNIT[pool.k_format], v_unit = V_UNIT[pool.v_format];
+    const int64_t k_bytes = row_bytes(pool.k_format, a.k_dim), v_bytes = row_bytes(pool.v_format, a.v_stored_dim);
+    const bool v_in_k = a.v_stored_dim != a.v_dim;
+    const int64_t k_scales = scale_groups(pool.k_format, a.k_dim, v_in_k ? a.v_dim : a.k_dim);
+    const int64_t v_scales = v_in_k ? k_scales : scale_groups(pool.v_format, a.v_dim);
+    const bool has_rest = pool.k_format != INT4 && k_scales == 2;
+    const float k_unit = ISA::k_unit(pool.k_format, !has_rest), v_unit = V_UNIT[pool.v_format];
+    tile.rest_from = has_rest ? a.v_dim : NO_REST;
     tile.first = first - start;
     tile.last = last - start;
     const auto nothing = [&](int64_t key) {
         tile.k[key] = tile.v[key] = tile.zeros;
-        tile.k_scale[key] = tile.v_scale[key] = 0;
+        tile.k_scale[key] = tile.v_scale[key] = tile.k_rest[key] = 0;
         if (pool.k_format == INT4)
             for (int64_t g = 0; g < scale_groups(INT4, a.k_dim); ++g) tile.k_groups[g * TILE + key] = 0;
     };
@@ -98,11 +115,16 @@ void load_tile(const AttentionArgs& a, const Item& item, bool exact, int64_t sta
             tile.k[key + i] = block + pool.k_codes + (row + i) * k_bytes;
             tile.v[key + i] = block + pool.v_codes + (row + i) * v_bytes;
         }
-        load_scales(pool.k_format, a.k_dim, block + pool.k_scales, row, count, k_unit, tile.k_scale + key,
+        load_scales(pool.k_format, a.k_dim, k_scales, block + pool.k_scales, row, count, k_unit, tile.k_scale + key,
                     tile.k_groups + key, 1, TILE);
+        for (int64_t i = 0; has_rest && i < count; ++i) {
+            uint16_t pair[2];
+            memcpy(pair, block + pool.k_scales + 4 * (row + i), 4);
+            tile.k_rest[key + i] = from_half(pair[1]) / from_half(pair[0]);
+        }
         const int64_t groups = scale_groups(pool.v_format, a.v_dim);
-        load_scales(pool.v_format, a.v_dim, block + pool.v_scales, row, count, v_unit, tile.v_scale + key,
-                    tile.v_groups + key * groups, groups, 1);
+        load_scales(pool.v_format, a.v_dim, v_scales, block + pool.v_scales, row, count, v_unit,
+                    tile.v_scale + key, tile.v_groups + key * groups, groups, 1);
     });
     tile.num_next = 0;
     if (!fetch) return;

@@ -68,24 +68,30 @@ INLINE void sum_dims(const float* values, int64_t count, const float* weights, i
         UNROLL for (int n = 0; n < N; ++n) store(total + r * v_pad + n * W, sum[r][n]);
 }
 
+// Likewise for `dims` dims, a multiple of 2 W.
 template <int R>
-void sum_rows(const float* values, int64_t count, const float* weights, int64_t v_pad, bool begin, float* total) {
+void sum_rows(const float* values, int64_t count, const float* weights, int64_t v_pad, int64_t dims, bool begin,
+              float* total) {
     int64_t d = 0;
     if constexpr (R <= 2)  // too few chains to keep the multipliers busy
-        for (; d + 4 * W <= v_pad; d += 4 * W) sum_dims<R, 4>(values + d, count, weights, v_pad, begin, total + d);
-    for (; d < v_pad; d += 2 * W) sum_dims<R, 2>(values + d, count, weights, v_pad, begin, total + d);
+        for (; d + 4 * W <= dims; d += 4 * W) sum_dims<R, 4>(values + d, count, weights, v_pad, begin, total + d);
+    for (; d < dims; d += 2 * W) sum_dims<R, 2>(values + d, count, weights, v_pad, begin, total + d);
 }
 
-// total[rows][v_pad] = weights x V, over decoded keys: as many at a time as stay in the first cache, for few rows.
+// total[rows][v_pad] = weights x V, over decoded keys: for few rows as many at a time as stay in the first cache. For
+// more rows their dims in parts that stay there while every row takes them.
 void sum_decoded(int64_t format, const Tile& tile, const Rows& rows, float* values, float* total) {
     const int64_t step = rows.count <= DECODE_ROWS ? 16 : TILE;
     for (int64_t key = tile.first; key < tile.last; key += step) {
         const int64_t last = std::min(key + step, tile.last);
         DECODE_KEYS[format](tile, key, last, values);
-        each_rows<ROWS>(rows.count, [&]<int R>(int64_t row) INLINED {
-            sum_rows<R>(values, last - key, rows.weights + row * TILE + key, tile.v_pad, key == tile.first,
-                        total + row * tile.v_pad);
-        });
+        for (int64_t d = 0; d < tile.v_pad; d += 4 * W) {
+            const int64_t dims = std::min<int64_t>(4 * W, tile.v_pad - d);
+            each_rows<ROWS>(rows.count, [&]<int R>(int64_t row) INLINED {
+                sum_rows<R>(values + d, last - key, rows.weights + row * TILE + key, tile.v_pad, dims,
+                            key == tile.first, total + row * tile.v_pad + d);
+            });
+        }
     }
 }
 

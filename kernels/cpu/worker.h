@@ -31,7 +31,7 @@ class Worker {
   public:
     explicit Worker(const AttentionArgs& a, int64_t max_rows) : a(a), group(a.num_q_heads / a.num_kv_heads) {
         const int64_t dim = std::max(a.k_dim, a.v_dim);
-        v_pad = round_up(a.v_dim, 2 * W);
+        v_pad = padded_v(a.v_dim);
         k_pad = round_up(a.k_dim, 32);  // whole chunks of every format
         const int64_t sizes[] = {
             max_rows * k_pad, max_rows * DIGITS * k_pad / 4, max_rows * DIGITS, max_rows,  // the query
@@ -164,7 +164,7 @@ class Worker {
             if (total == 0) total = 1;
             for (int64_t d = 0; d < a.v_dim; d += W)
                 store(out + d, load(acc + row * v_pad + d) * set1(kept) / set1(total));
-            if (a.v_rotate) rotate(out, a.v_dim);
+            if (a.v_rotate) rotate(out, a.v_dim, a.v_rotate);
             store_row(a.out, (token * a.num_q_heads + head) * a.v_dim, a.dtype, a.v_dim, out);
         }
     }

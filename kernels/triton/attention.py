@@ -12,47 +12,16 @@ underflow. Masked keys do not enter ``m``.
 import triton
 import triton.language as tl
 
-from lean.kernels.triton.common import (
-    BF16,
-    FP8,
-    FP16,
-    FP32,
-    GROUP,
-    HALF_GROUP,
-    HEADROOM,
-    INT4,
-    INT8,
-    LOG2E,
-    dim_of,
-    exp2,
-    halves,
-    load_float,
-    log2_above,
-    rotate,
-    unit_of,
-    widen_fp8,
-    widen_int4,
-    widen_int8,
+from lean.kernels.triton.common import BF16, FP8, FP16, FP32, INT4, INT8, PACKED_PURE, unit_of
+from lean.kernels.triton.latent import attend_latent, latent_query
+from lean.kernels.triton.tiles import (
+    load_half,
+    load_int4,
+    load_query_halves,
+    load_scales,
+    power_of_two_below,
+    weigh,
 )
-
-
-@triton.jit
-def load_query(
-    ptr, offsets, row_mask, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, IS_BF16: tl.constexpr,
-    ROTATION: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    """Query rows at ``offsets`` [ROWS] in the stored basis, fp32 [ROWS, PADDED / HALVES]; padding is zeros."""
-    dims = dim_of(tl.arange(0, PADDED // HALVES), HALF, HALVES)
-    mask = row_mask[:, None] & (dims < DIM)[None, :]
-    return rotate(load_float(ptr, offsets[:, None] + dims[None, :], mask, IS_BF16), ROWS, PADDED, ROTATION)
-
-
-@triton.jit
-def power_of_two_below(x):
-    """(2^-e, 2^e) with 2^e <= x < 2^(e+1) for normal x >= 0: scales x to [1, 2) without rounding."""
-    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    return ((254 - exponent) << 23).to(tl.float32, bitcast=True), (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -65,20 +34,9 @@ def query_for(
     fp16: each row is scaled to a largest element in [1, 2), so that bf16's range fits. bf16: what rounding takes from
     the (rotated) query is a second operand.
     """
-    PADDED: tl.constexpr = DIMS[2]
     HALVES: tl.constexpr = DIMS[4]
     ptr, offsets, row_mask = rows
-    if ROTATION[0] == 0:  # as it lies, each half for itself
-        a = load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 0, HALVES)
-        b = (
-            load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 1, HALVES)
-            if HALVES == 2
-            else a
-        )
-    else:
-        a, b = halves(
-            load_query(ptr, offsets, row_mask, DIMS[0], PADDED, ROWS, IS_BF16, ROTATION, 0, 1), ROWS, PADDED, HALVES
-        )
+    a, b = load_query_halves(ptr, offsets, row_mask, DIMS[0], DIMS[2], HALVES, ROWS, IS_BF16, ROTATION)
     if COMPUTE == FP16:
         largest = tl.max(tl.abs(a), axis=1)
         if HALVES == 2:
@@ -95,80 +53,7 @@ def query_for(
 
 
 @triton.jit
-def load_where(ptr, mask, MASKED: tl.constexpr):
-    """Zeros where the mask is False. Without MASKED everything is loaded, and loads have no predicates."""
-    return tl.load(ptr, mask=mask, other=0) if MASKED else tl.load(ptr)
-
-
-@triton.jit
-def load_half(
-    codes, rows, stored, HALF: tl.constexpr, HALVES: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
-    DIM: tl.constexpr, PADDED: tl.constexpr, WIDEN: tl.constexpr, ONLY_STORED: tl.constexpr, PURE: tl.constexpr,
-):  # fmt: skip
-    """[TILE, PADDED / HALVES] elements of the keys whose codes begin at byte offsets ``rows`` [TILE]; not for int4."""
-    columns = tl.arange(0, PADDED // HALVES)
-    dims = dim_of(columns, HALF, HALVES)
-    MASKED: tl.constexpr = ONLY_STORED or PADDED != DIM
-    mask = (dims < DIM)[None, :]
-    if ONLY_STORED:
-        mask = stored[:, None] & mask
-    start = codes + rows
-    if FORMAT == INT8:
-        x = widen_int8(load_where(start[:, None] + dims[None, :], mask, MASKED), WIDEN, PURE)
-    elif FORMAT == FP8:
-        x = widen_fp8(load_where(start[:, None] + dims[None, :], mask, MASKED), WIDEN, PURE)
-    elif FORMAT == FP16:
-        x = load_where(start.to(tl.pointer_type(tl.float16))[:, None] + dims[None, :], mask, MASKED)
-    elif FORMAT == BF16:
-        x = load_where(start.to(tl.pointer_type(tl.bfloat16))[:, None] + dims[None, :], mask, MASKED)
-    else:
-        x = load_where(start.to(tl.pointer_type(tl.float32))[:, None] + dims[None, :], mask, MASKED)
-    return x.to(tl.float32) if COMPUTE == FP32 else x
-
-
-@triton.jit
-def load_int4(
-    codes, scales, rows, scale_rows, stored, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    COMPUTE: tl.constexpr, WIDEN: tl.constexpr, PURE: tl.constexpr,
-):  # fmt: skip
-    """Both halves, [TILE, PADDED / 2] each, of code/8 x scale, rounded to COMPUTE once; zeros where nothing is stored.
-
-    The product never overflows, since |code/8| <= 1, and its rounding is 2^-11 of a vector's largest element at most:
-    no more than that of the query or of the weights. One dot over all groups then serves, instead of one per group.
-    """
-    columns = tl.arange(0, PADDED // 2)
-    groups = tl.arange(0, PADDED // GROUP)
-    group_mask = stored[:, None] & (groups < DIM // GROUP)[None, :]
-    scale_ptr = (scales + scale_rows).to(tl.pointer_type(tl.float16))[:, None] + groups[None, :]
-    scale = tl.load(scale_ptr, mask=group_mask, other=0.0)
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [TILE, PADDED // GROUP, HALF_GROUP]), [TILE, PADDED // 2])
-    ptr = codes + rows[:, None] + columns[None, :]
-    packed = load_where(ptr, (columns < DIM // 2)[None, :], PADDED != DIM)
-    low, high = widen_int4(packed, WIDEN, PURE)
-    if COMPUTE == FP32:
-        return low.to(tl.float32) * scale.to(tl.float32), high.to(tl.float32) * scale.to(tl.float32)
-    else:
-        return low * scale, high * scale
-
-
-@triton.jit
-def load_scales(scales, table, block_stride, start, first, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """fp32 [TILE], one scale per key; 1 for keys outside first .. end.
-
-    Read two at a time, since 4 bytes are the least that an asynchronous copy moves.
-    """
-    j = start + 2 * tl.arange(0, TILE // 2)
-    stored = (j + 1 >= first) & (j < end)
-    block = tl.load(table + j // BLOCK_SIZE, mask=stored, other=0).to(tl.int64) * block_stride
-    pairs = tl.load((scales + (block + j % BLOCK_SIZE * 2)).to(tl.pointer_type(tl.int32)), mask=stored, other=0)
-    pair = tl.join((pairs & 0xFFFF).to(tl.int16), (pairs >> 16).to(tl.int16))
-    scale = tl.reshape(pair, [TILE]).to(tl.float16, bitcast=True).to(tl.float32)
-    j = start + tl.arange(0, TILE)
-    return tl.where((j >= first) & (j < end), scale, 1.0)
-
-
-@triton.jit
-def attend(
+def attend_keys_and_values(
     m, total, acc0, acc1, query, positions, first_position, last_position, lo, hi, near, far, pool, kv_head, softcap,
     FORMATS: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     WIDEN: tl.constexpr, SOFTCAP: tl.constexpr, ONE_POSITION: tl.constexpr,
@@ -202,6 +87,7 @@ def attend(
     V_UNIT: tl.constexpr = unit_of(V_FORMAT)
     K_VECTOR_SCALE: tl.constexpr = (K_FORMAT == INT8) or (K_FORMAT == FP8)
     V_VECTOR_SCALE: tl.constexpr = (V_FORMAT == INT8) or (V_FORMAT == FP8)
+    V_PURE: tl.constexpr = WIDEN == PACKED_PURE
     V_MASK: tl.constexpr = (V_FORMAT == FP32) or (V_FORMAT == FP16) or (V_FORMAT == BF16)
     first = tl.maximum(lo, first_position - far + 1)
     end = tl.minimum(hi, last_position - near + 1)
@@ -243,49 +129,66 @@ def attend(
         if K_VECTOR_SCALE:
             s = s * load_scales(k_scales, table, block_stride, start, first, end, BLOCK_SIZE, TILE)[None, :]
         s = s * score_factor[:, None]
-        if SOFTCAP:
-            # softcap x tanh(s / softcap), only then in log2 units.
-            s = (softcap * LOG2E) * (1 - 2 / (tl.exp2(s * (2 * LOG2E / softcap)) + 1))
-        if ONE_POSITION:
-            s = tl.where(stored[None, :], s, float("-inf"))
-        else:
-            distance = positions[:, None] - j[None, :]
-            s = tl.where((distance >= near) & (distance < far) & stored[None, :], s, float("-inf"))
+        v_scale = s
         if V_VECTOR_SCALE:
             v_scale = load_scales(v_scales, table, block_stride, start, first, end, BLOCK_SIZE, TILE)
-            new_m = tl.maximum(m, tl.max(s + log2_above(v_scale)[None, :], axis=1))
-        else:
-            new_m = tl.maximum(m, tl.max(s, axis=1))
-        # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights exact zeros, not NaN.
-        top = tl.where(new_m == float("-inf"), 0.0, new_m)
-        kept = exp2(m - top, WIDEN)
-        p = exp2(s - (top - HEADROOM)[:, None], WIDEN)
-        total = total * kept + tl.sum(p, axis=1)
-        m = new_m
-        if V_VECTOR_SCALE:
-            p = p * v_scale[None, :]
+        m, total, p, kept = weigh(
+            m, total, s, positions, j, stored, near, far, v_scale, softcap,
+            V_VECTOR_SCALE, SOFTCAP, ONE_POSITION, WIDEN,
+        )  # fmt: skip
         acc0 = acc0 * kept[:, None]
         if V_FORMAT == INT4:
             v0, v1 = load_int4(
                 v_codes, v_scales, block + slot * V_BYTES, block + slot * V_SCALE_BYTES, stored,
-                V_DIM, V_PADDED, TILE, V_COMPUTE, WIDEN, False,
+                V_DIM, V_PADDED, TILE, V_COMPUTE, WIDEN, V_PURE,
             )  # fmt: skip
         else:
             v0 = load_half(
                 v_codes, block + slot * V_BYTES, stored, 0, V_HALVES, V_FORMAT, V_COMPUTE,
-                V_DIM, V_PADDED, WIDEN, V_MASK, False,
+                V_DIM, V_PADDED, WIDEN, V_MASK, V_PURE,
             )  # fmt: skip
             v1 = v0
             if V_HALVES == 2:
                 v1 = load_half(
                     v_codes, block + slot * V_BYTES, stored, 1, V_HALVES, V_FORMAT, V_COMPUTE,
-                    V_DIM, V_PADDED, WIDEN, V_MASK, False,
+                    V_DIM, V_PADDED, WIDEN, V_MASK, V_PURE,
                 )  # fmt: skip
         weights = p.to(v0.dtype)
         acc0 = tl.dot(weights, v0, acc0, input_precision="ieee")
         if V_HALVES == 2:
             acc1 = tl.dot(weights, v1, acc1 * kept[:, None], input_precision="ieee")
     return m, total, acc0 * V_UNIT, acc1 * V_UNIT
+
+
+@triton.jit
+def query_of(
+    rows, scale, COMPUTE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, IS_BF16: tl.constexpr,
+    ROTATION: tl.constexpr,
+):  # fmt: skip
+    """What `attend` takes as its query."""
+    if DIMS[9]:
+        return latent_query(rows, scale, COMPUTE, ROWS, DIMS, IS_BF16, ROTATION)
+    else:
+        return query_for(rows, scale, COMPUTE, ROWS, DIMS, IS_BF16, ROTATION)
+
+
+@triton.jit
+def attend(
+    m, total, acc0, acc1, query, positions, first_position, last_position, lo, hi, near, far, pool, kv_head, softcap,
+    FORMATS: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    WIDEN: tl.constexpr, SOFTCAP: tl.constexpr, ONE_POSITION: tl.constexpr,
+):  # fmt: skip
+    """`attend_keys_and_values`, or `attend_latent` where V lies in K."""
+    if DIMS[9]:
+        return attend_latent(
+            m, total, acc0, acc1, query, positions, first_position, last_position, lo, hi, near, far, pool, kv_head,
+            softcap, FORMATS, DIMS, BLOCK_SIZE, TILE, STAGES, WIDEN, SOFTCAP, ONE_POSITION,
+        )  # fmt: skip
+    else:
+        return attend_keys_and_values(
+            m, total, acc0, acc1, query, positions, first_position, last_position, lo, hi, near, far, pool, kv_head,
+            softcap, FORMATS, DIMS, BLOCK_SIZE, TILE, STAGES, WIDEN, SOFTCAP, ONE_POSITION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -315,14 +218,14 @@ def attend_ranges(
         far = window
     if SINKS and HAS_SINKS:
         if SINKS_IN_MAIN:
-            query = query_for(q_sink, scale, FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
+            query = query_of(q_sink, scale, FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
             m, total, acc0, acc1 = attend(
                 m, total, acc0, acc1, query, positions, first_position, last_position,
                 num_exact_sinks, num_sink_tokens, residual_length, anywhere, main, kv_head, softcap,
                 FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
             )  # fmt: skip
         if HAS_RESIDUAL:
-            query = query_for(q_sink, scale, EXACT_FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
+            query = query_of(q_sink, scale, EXACT_FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
             m, total, acc0, acc1 = attend(
                 m, total, acc0, acc1, query, positions, first_position, last_position,
                 0, tl.minimum(num_sink_tokens, num_exact_sinks), 0, anywhere, exact, kv_head, softcap,
@@ -335,7 +238,7 @@ def attend_ranges(
                     EXACT_FORMATS, DIMS, BLOCK_SIZE, EXACT_TILE, 1, WIDEN, SOFTCAP, ONE_POSITION,
                 )  # fmt: skip
     if MAIN:
-        query = query_for(q, scale, FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
+        query = query_of(q, scale, FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
         m, total, acc0, acc1 = attend(
             m, total, acc0, acc1, query, positions, first_position, last_position,
             tl.maximum(main_lo, tl.maximum(num_sink_tokens, num_exact_sinks)), main_hi, residual_length, far,
@@ -343,7 +246,7 @@ def attend_ranges(
             FORMATS, DIMS, BLOCK_SIZE, TILE, STAGES, WIDEN, SOFTCAP, ONE_POSITION,
         )  # fmt: skip
     if EXACT and HAS_RESIDUAL:
-        query = query_for(q, scale, EXACT_FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
+        query = query_of(q, scale, EXACT_FORMATS[2], ROWS, DIMS, Q_BF16, K_ROTATION)
         m, total, acc0, acc1 = attend(  # exact sinks that the residual no longer reaches
             m, total, acc0, acc1, query, positions, first_position, last_position,
             num_sink_tokens, num_exact_sinks, residual_length, far, exact, kv_head, softcap,

@@ -12,8 +12,9 @@ import triton.language as tl
 FP32, FP16, BF16, INT8, FP8, INT4 = (tl.constexpr(code) for code in range(6))
 FORMAT_CODES = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "fp8": 4, "int4": 5}
 
-# How codes are widened: portable Triton, or PTX on packed words.
-PORTABLE, PACKED = (tl.constexpr(code) for code in range(2))
+# How codes are widened: portable Triton, or PTX on packed words. V's PTX stays where it is written, because V is to be
+# widened as it was loaded; with PACKED_PURE the compiler may move it.
+PORTABLE, PACKED, PACKED_PURE = (tl.constexpr(code) for code in range(3))
 
 GROUP = tl.constexpr(32)  # dims per int4 scale; low nibbles hold its first half, high nibbles its second
 HALF_GROUP = tl.constexpr(16)
@@ -99,15 +100,10 @@ def halves(x, ROWS: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr):
         return tl.reshape(low, [ROWS, DIM // 2]), tl.reshape(high, [ROWS, DIM // 2])
 
 
-@triton.jit
-def unit_of(FORMAT: tl.constexpr):
+@triton.constexpr_function
+def unit_of(number_format):
     """The factor from a decoded element to its number, beside the scale."""
-    if FORMAT == INT4:
-        return 8.0
-    elif FORMAT == FP8:
-        return 256.0
-    else:
-        return 1.0
+    return {INT4.value: 8.0, FP8.value: 256.0}.get(number_format, 1.0)
 
 
 INT8_PTX = tl.constexpr("""

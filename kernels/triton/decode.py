@@ -78,20 +78,26 @@ def decode(
     part = tl.program_id(2)
     r = tl.arange(0, ROWS)
     row_mask = r < GROUP_SIZE
-    head = kv_head * GROUP_SIZE + r
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc0 = tl.zeros([ROWS, V_PADDED // V_HALVES], tl.float32)
     acc1 = tl.zeros([ROWS, V_PADDED // V_HALVES if V_HALVES == 2 else 1], tl.float32)
-    first_out = (tl.program_id(0).to(tl.int64) * NUM_KV_HEADS * GROUP_SIZE + head) * num_parts + part
+    # One address of the program and small offsets of its rows: an address per row would take registers all along.
+    first_head = (tl.program_id(0).to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP_SIZE
+    out = r * num_parts
+    sums += (first_head * num_parts + part) * 2
+    parts += (first_head * num_parts + part) * V_DIM
     lo = (first_split(position, window, SPLIT, RULE[0]) + part - EXTRA) * SPLIT
     if part >= EXTRA and lo > position - residual_length:
-        tl.store(sums + first_out * 2, m, mask=row_mask)
-        tl.store(sums + first_out * 2 + 1, total, mask=row_mask)
+        tl.store(sums + out * 2, m, mask=row_mask)
+        tl.store(sums + out * 2 + 1, total, mask=row_mask)
         return
     positions = tl.zeros([ROWS], tl.int32) + position
-    q = query, row.to(tl.int64) * query_stride + head * query_head_stride, row_mask
-    q_sink = query_sink, row.to(tl.int64) * sink_stride + head * sink_head_stride, row_mask
+    first_head = kv_head.to(tl.int64) * GROUP_SIZE
+    query += row.to(tl.int64) * query_stride + first_head * query_head_stride
+    query_sink += row.to(tl.int64) * sink_stride + first_head * sink_head_stride
+    q = query, r * query_head_stride, row_mask
+    q_sink = query_sink, r * sink_head_stride, row_mask
     main = (
         table + seq.to(tl.int64) * table_stride,
         base,
@@ -118,12 +124,12 @@ def decode(
             FORMATS, EXACT_FORMATS, DIMS, RULE, ROWS, BLOCK_SIZE, TILE, EXACT_TILE, STAGES, WIDEN,
             True, True, False, True, Q_BF16, K_ROTATION,
         )  # fmt: skip
-    tl.store(sums + first_out * 2, m, mask=row_mask)
-    tl.store(sums + first_out * 2 + 1, total, mask=row_mask)
+    tl.store(sums + out * 2, m, mask=row_mask)
+    tl.store(sums + out * 2 + 1, total, mask=row_mask)
     for half in tl.static_range(V_HALVES):
         dims = dim_of(tl.arange(0, V_PADDED // V_HALVES), half, V_HALVES)
         mask = row_mask[:, None] & (dims < V_DIM)[None, :]
-        tl.store(parts + first_out[:, None] * V_DIM + dims[None, :], acc0 if half == 0 else acc1, mask=mask)
+        tl.store(parts + out[:, None] * V_DIM + dims[None, :], acc0 if half == 0 else acc1, mask=mask)
 
 
 @triton.jit(do_not_specialize=OF_STEP)

@@ -32,6 +32,13 @@ def scale_of(absmax, top):
 
 
 @triton.jit
+def scale_of_group(y, TOP: tl.constexpr):
+    """(scale, whether it is not finite) of the rows of y [ROWS, dims], each [ROWS]."""
+    bad = tl.max(tl.where(tl.abs(y) < float("inf"), 0, 1), axis=1) > 0
+    return scale_of(tl.max(tl.abs(y), axis=1), TOP), bad
+
+
+@triton.jit
 def scale_bits(scale, bad):
     """int16 bits of the fp16 scale; of torch's NaN where a vector is not finite."""
     return tl.where(bad, 0x7E00, scale.to(tl.float16).to(tl.int16, bitcast=True)).to(tl.int16)
@@ -60,8 +67,12 @@ def write_vectors(
     x, base, slot_offsets, codes_offset, scales_offset, mask, heads,
     FORMAT: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
-    """x [ROWS, PADDED], one vector a row; padding columns are zeros and stay so."""
+    """x [ROWS, PADDED], one vector a row; padding columns are zeros and stay so.
+
+    FIRST: of int8 and fp8, the dims of the first scale: all, or those of V where V lies in K.
+    """
     block, slot = slot_offsets
     codes = base + codes_offset + block + (heads * BLOCK_SIZE + slot) * CODE_BYTES
     scales = base + scales_offset + block + (heads * BLOCK_SIZE + slot) * SCALE_BYTES
@@ -95,16 +106,25 @@ def write_vectors(
         )
     else:
         y = rotate(x, ROWS, PADDED, ROTATION)
-        absmax = tl.max(tl.abs(y), axis=1)
-        bad = tl.max(tl.where(tl.abs(y) < float("inf"), 0, 1), axis=1) > 0
-        scale = scale_of(absmax, 127.0 if FORMAT == INT8 else 448.0)
-        z = tl.where(bad[:, None], 0.0, tl.div_rn(y, tl.broadcast_to(scale[:, None], [ROWS, PADDED])))
+        TOP: tl.constexpr = 127.0 if FORMAT == INT8 else 448.0
+        scales = scales.to(tl.pointer_type(tl.int16))
+        if FIRST == DIM:
+            scale, bad = scale_of_group(y, TOP)
+            scale_of_column, bad_column = tl.broadcast_to(scale[:, None], [ROWS, PADDED]), bad[:, None]
+        else:
+            first = (columns < FIRST)[None, :]
+            scale, bad = scale_of_group(tl.where(first, y, 0.0), TOP)
+            rest_scale, rest_bad = scale_of_group(tl.where(first, 0.0, y), TOP)
+            scale_of_column = tl.where(first, scale[:, None], rest_scale[:, None])
+            bad_column = (first & bad[:, None]) | ((columns >= FIRST)[None, :] & rest_bad[:, None])
+            tl.store(scales + 1, scale_bits(rest_scale, rest_bad), mask=mask)
+        z = tl.where(bad_column, 0.0, tl.div_rn(y, scale_of_column))
         if FORMAT == INT8:
             q = round_clamped(z, -127.0, 127.0)
         else:
             q = e4m3_bits(tl.minimum(tl.maximum(z, -448.0), 448.0))
         tl.store(codes[:, None] + columns[None, :], (q & 255).to(tl.uint8), mask=full)
-        tl.store(scales.to(tl.pointer_type(tl.int16)), scale_bits(scale, bad), mask=mask)
+        tl.store(scales, scale_bits(scale, bad), mask=mask)
 
 
 @triton.jit(do_not_specialize=OF_STEP)
@@ -115,8 +135,10 @@ def kv_write(
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
     K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, K_SCALE_BYTES: tl.constexpr, V_SCALE_BYTES: tl.constexpr,
     K_ROTATION: tl.constexpr, V_ROTATION: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    K_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """ROWS vectors (token x KV head) of K, or in the grid's second row of V. Slots below 0 are skipped."""
+    """ROWS vectors (token x KV head) of K, or in the grid's second row of V, where V is stored. Slots below 0 are
+    skipped."""
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (vector // NUM_KV_HEADS).to(tl.int64)
     heads = vector % NUM_KV_HEADS
@@ -124,19 +146,20 @@ def kv_write(
     mask = slots >= 0
     block = (slots // BLOCK_SIZE).to(tl.int64) * block_stride
     where = (block, slots % BLOCK_SIZE)
+    # Names of their own: of one name Triton wants one shape, and K and V may be of different sizes.
     if tl.program_id(1) == 0:
-        columns = tl.arange(0, K_PADDED)
-        offsets = (token * key_stride + heads * key_head_stride)[:, None] + columns[None, :]
-        x = load_float(key, offsets, mask[:, None] & (columns < K_DIM)[None, :], X_BF16)
+        k_columns = tl.arange(0, K_PADDED)
+        k_offsets = (token * key_stride + heads * key_head_stride)[:, None] + k_columns[None, :]
+        k = load_float(key, k_offsets, mask[:, None] & (k_columns < K_DIM)[None, :], X_BF16)
         write_vectors(
-            x, base, where, 0, k_scales_offset, mask, heads,
-            K_FORMAT, K_DIM, K_PADDED, ROWS, K_ROTATION, BLOCK_SIZE, K_BYTES, K_SCALE_BYTES,
+            k, base, where, 0, k_scales_offset, mask, heads,
+            K_FORMAT, K_DIM, K_PADDED, ROWS, K_ROTATION, BLOCK_SIZE, K_BYTES, K_SCALE_BYTES, K_FIRST,
         )  # fmt: skip
     else:
-        columns = tl.arange(0, V_PADDED)
-        offsets = (token * value_stride + heads * value_head_stride)[:, None] + columns[None, :]
-        x = load_float(value, offsets, mask[:, None] & (columns < V_DIM)[None, :], X_BF16)
+        v_columns = tl.arange(0, V_PADDED)
+        v_offsets = (token * value_stride + heads * value_head_stride)[:, None] + v_columns[None, :]
+        v = load_float(value, v_offsets, mask[:, None] & (v_columns < V_DIM)[None, :], X_BF16)
         write_vectors(
-            x, base, where, v_codes_offset, v_scales_offset, mask, heads,
-            V_FORMAT, V_DIM, V_PADDED, ROWS, V_ROTATION, BLOCK_SIZE, V_BYTES, V_SCALE_BYTES,
+            v, base, where, v_codes_offset, v_scales_offset, mask, heads,
+            V_FORMAT, V_DIM, V_PADDED, ROWS, V_ROTATION, BLOCK_SIZE, V_BYTES, V_SCALE_BYTES, V_DIM,
         )  # fmt: skip

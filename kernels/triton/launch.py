@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lean.kernels.triton.common import FORMAT_CODES
+from lean.kernels.triton.failures import explain
 from lean.quant import KVFormat
-from lean.quant.rotation import rotation_size
+from lean.quant.formats import rotation_size
 
 
 class Launch(NamedTuple):
@@ -24,7 +25,14 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.options)
+        """Launch the kernel; its first launch compiles it. Raises KernelError where that fails."""
+        try:
+            self.kernel[self.grid](**self.arguments, **self.options)
+        except Exception as error:
+            failure = explain(error, self.kernel.__name__)
+            if failure is None:
+                raise
+            raise failure from error
 
 
 class Rotation(NamedTuple):
@@ -34,17 +42,24 @@ class Rotation(NamedTuple):
     factor: float
 
 
-def unsupported(k_format: KVFormat, v_format: KVFormat, k_dim: int, v_dim: int, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot serve a cache of these formats, or None."""
+NO_ROTATION = Rotation(0, 1.0)
+
+
+def lacking(
+    k_format: KVFormat, v_format: KVFormat, k_dim: int, v_dim: int, dtype: torch.dtype, v_in_k: bool = False
+) -> str | None:
+    """Why these kernels cannot serve a layer with these formats, head dims and queries, or None."""
+    if dtype is torch.float64:
+        return "float64 has no GPU kernel"
     for fmt, dim in ((k_format, k_dim), (v_format, v_dim)):
         if fmt.name not in FORMAT_CODES:
             return f"{fmt.name} has no GPU kernel"
         if fmt.group_size and dim % fmt.group_size:
             return f"{fmt.name} with head_dim {dim}, which is no multiple of {fmt.group_size}, has no GPU kernel"
+    if v_in_k and v_dim <= 512 and 0 < k_dim - v_dim <= 128:
+        return None
     if max(k_dim, v_dim) > 256:
         return f"head_dim {max(k_dim, v_dim)} is more than the GPU kernels' 256"
-    if dtype is torch.float64:
-        return "float64 has no GPU kernel"
     return None
 
 
@@ -60,7 +75,7 @@ def contiguous_dims(x: torch.Tensor) -> torch.Tensor:
 
 def rotation_of(fmt: KVFormat, dim: int) -> Rotation:
     if not fmt.rotate:
-        return Rotation(0, 1.0)
+        return NO_ROTATION
     size = rotation_size(dim)
     return Rotation(size.bit_length() - 1, 1.0 / math.sqrt(size))
 

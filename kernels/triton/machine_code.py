@@ -25,12 +25,23 @@ class NvidiaCode(NamedTuple):
     def matrix_instructions(self) -> int:
         return sum(bool(_MATRIX.match(text)) for _, text in self.code)
 
+    def main_loop(self) -> list[str]:
+        """The body with the most matrix instructions; where there are none, the longest."""
+        return max(self.loops(), key=lambda body: (sum(bool(_MATRIX.match(text)) for text in body), len(body)))
+
     def loops(self) -> Iterator[list[str]]:
-        """Bodies of loops: what lies between a backward branch and its target."""
+        """Bodies of innermost loops: what lies between a backward branch and its target, without another such pair.
+        Code that an assembler moves to the end of a kernel jumps back over whole loops."""
+        spans = set(self._backward_branches())
+        for first, last in sorted(spans):
+            if not any(first <= start and end <= last for start, end in spans - {(first, last)}):
+                yield [body for at, body in self.code if first <= at <= last]
+
+    def _backward_branches(self) -> Iterator[tuple[int, int]]:
         for address, text in self.code:
             jump = re.match(r"BRA(?:\.\S+)* .*?0x([0-9a-f]+)", text)
             if jump and int(jump[1], 16) < address:
-                yield [body for at, body in self.code if int(jump[1], 16) <= at <= address]
+                yield int(jump[1], 16), address
 
 
 class AmdCode(NamedTuple):

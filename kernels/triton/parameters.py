@@ -1,10 +1,13 @@
 """Launch parameters by format and head_dim, and what a target can do. Nothing is tuned at run time."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from lean.kernels.compiling import triton_version
 from lean.kernels.layout import KVLayout
+
+_TRITON = tuple(int(number) for number in (triton_version() or "0.0").split(".")[:2])
 
 
 class Target(NamedTuple):
@@ -13,10 +16,29 @@ class Target(NamedTuple):
     backend: str
     arch: int | str
 
+    @classmethod
+    def named(cls, architecture: str) -> Self:
+        """From what compilers call a GPU: ``sm_86``, ``gfx942``."""
+        number = architecture.removeprefix("sm_")
+        return cls("hip", architecture) if number == architecture else cls("cuda", int(number))
+
     @property
     def widen(self) -> int:
         """`common.PACKED` where there is PTX, else `common.PORTABLE`."""
         return int(self.backend == "cuda")
+
+    def widen_in_prefill(self, rows: int) -> int:
+        """As `widen`; `common.PACKED_PURE` for 64 ``rows`` and more on sm_100 and sm_103 before Triton 3.9.
+
+        There 64 rows are multiplied by tcgen05 instructions, and Triton does not compile a loop of them with PTX that
+        must stay in its place. With fewer rows it would load V in narrower pieces if the PTX might move.
+        """
+        return 2 if self.has_early_tcgen05 and rows >= 64 else self.widen
+
+    @property
+    def has_early_tcgen05(self) -> bool:
+        """sm_100 and sm_103, with a Triton before 3.9."""
+        return self.backend == "cuda" and self.arch in (100, 103) and _TRITON < (3, 9)
 
     @property
     def is_rdna(self) -> bool:
@@ -35,6 +57,15 @@ class Target(NamedTuple):
             num_stages = min(num_stages, 2)  # LDS holds one tile beside the one that is read
         options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fuse}
         return options if max_registers is None else options | {"maxnreg": max_registers}
+
+
+LATENT_HEADS = 16  # most query heads of a program that attends to latent vectors
+
+
+def latent_head_parts(num_q_heads: int) -> int:
+    """Parts into which the query heads of latent attention are cut, so that a program's accumulator fits registers."""
+    divisors = (parts for parts in range(1, num_q_heads + 1) if num_q_heads % parts == 0)
+    return next(parts for parts in divisors if num_q_heads // parts <= LATENT_HEADS)
 
 
 class DecodeParameters(NamedTuple):
@@ -57,6 +88,7 @@ class PrefillParameters(NamedTuple):
     exact_tile: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 # Keys of a decode step x padded head_dim. A larger tile spreads what a step costs beside its bytes (addresses, the
@@ -95,13 +127,41 @@ def decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> D
     """
     if target.backend == "interpreter":
         return DecodeParameters(tile=64, exact_tile=32, split=256, num_warps=4, num_stages=3)
+    if layout.v_in_k:
+        return _latent_decode_parameters(layout, dtype, target)
     padded, wide = _padded(layout), _wide(layout, dtype)
     tile = max(16, min(128, _elements(wide, target) // padded))
     exact_tile = 16 if padded > 64 else 32
-    # Left alone, ptxas spills two values of fp8 on sm_90 so that a fifth program fits beside four.
-    five = target == Target("cuda", 90) and padded <= 64 and layout.k_format.name == layout.v_format.name == "fp8"
     num_warps = 8 if target.is_rdna else 4
-    return DecodeParameters(tile, exact_tile, 512, num_warps, num_stages=3, max_registers=128 if five else None)
+    registers = _decode_registers(layout, target)
+    return DecodeParameters(tile, exact_tile, 512, num_warps, num_stages=3, max_registers=registers)
+
+
+def _latent_decode_parameters(layout: KVLayout, dtype: torch.dtype, target: Target) -> DecodeParameters:
+    """Of latent vectors, whose V fills registers: 16 rows x 512 numbers of an accumulator beside the query's.
+
+    A tile of 16 keys, one being read and one arriving, beside the query's 36 KiB: 61 KiB of shared memory at most.
+    """
+    return DecodeParameters(tile=16, exact_tile=16, split=512, num_warps=4, num_stages=2)
+
+
+def _decode_registers(layout: KVLayout, target: Target) -> int | None:
+    """Registers of a thread of `decode`, of which four warps make a program.
+
+    Left alone, the assembler spills a few values for the sake of one more program per multiprocessor; for which formats
+    differs from release to release. Where shared memory holds only two programs, they may have all registers; of int4
+    alone three fit. With more shared memory those that would spill get the registers of three programs, or of two where
+    these do not do: mixed formats, and fp8 from sm_90 on. There Triton 3.6 spills with a limit, and not without one.
+    """
+    k, v = layout.k_format.name, layout.v_format.name
+    if target.backend != "cuda" or target.arch == 75:
+        return None
+    if target.arch not in _LARGE:
+        return None if k == v == "int4" else 255
+    if k != v:
+        return 168 if _padded(layout) <= 64 else 255
+    spills = k == "fp8" and int(target.arch) >= 90 and _padded(layout) <= 128 and _TRITON != (3, 6)
+    return 168 if spills else None
 
 
 def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target: Target) -> PrefillParameters:
@@ -110,8 +170,12 @@ def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target:
     64 rows, one warp per 16 rows, so a softmax stays in one warp. At head_dim 128 registers run out: 8-bit and raw
     formats take eight warps; int4, which widens low and high nibbles at once, takes half the rows. Beyond 128 both
     apply. A tile has the fewest keys that give every thread 16 bytes to load, since the rows share the cost of a step.
-    CDNA spills with 64 keys.
+    CDNA spills with 64 keys; sm_80 to sm_89 with Triton 3.6 at head_dim 64, where 32 exact keys follow 8-bit ones;
+    sm_100 with Triton 3.7 at head_dim 256, where raw formats have three stages.
     """
+    if layout.v_in_k and target.backend != "interpreter":  # with four warps quantized formats spill 8 bytes
+        num_warps = 8 if layout.k_format.quantized else 4
+        return PrefillParameters(rows=16, tile=16, exact_tile=16, num_warps=num_warps, num_stages=2)
     padded, wide = _padded(layout), _wide(layout, dtype)
     four_bits = min(layout.k_format.bits, layout.v_format.bits) == 4
     few_rows = padded > 128 or (padded > 64 and four_bits)
@@ -120,5 +184,16 @@ def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target:
         return PrefillParameters(rows, tile=64, exact_tile=32, num_warps=4, num_stages=3)
     tile = 64 if padded <= 64 or (padded <= 128 and four_bits and target.backend == "cuda") else 32
     num_warps = 8 if padded > (128 if four_bits else 64) else 4
-    exact_tile = 16 if padded > 64 else 32
-    return PrefillParameters(rows, 16 if wide else tile, exact_tile, num_warps, num_stages=3)
+    up_to_ada = target.backend == "cuda" and 75 < int(target.arch) < 90
+    exact_tile = 16 if padded > 64 or (_TRITON == (3, 6) and up_to_ada and layout.k_format.bits == 8) else 32
+    num_stages = 2 if padded > 128 and target.has_early_tcgen05 and not layout.k_format.quantized else 3
+    registers = _prefill_registers(layout, target)
+    return PrefillParameters(rows, 16 if wide else tile, exact_tile, num_warps, num_stages, registers)
+
+
+def _prefill_registers(layout: KVLayout, target: Target) -> int | None:
+    """Registers of a thread of `prefill`. Left alone, the assembler spills 8 bytes on sm_100 at head_dim 64: of int8
+    with Triton 3.7, of int4 with 3.6."""
+    if not target.has_early_tcgen05 or _padded(layout) > 64:
+        return None
+    return {("int8", "int8"): 255, ("int4", "int4"): 168}.get((layout.k_format.name, layout.v_format.name))

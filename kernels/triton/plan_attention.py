@@ -10,6 +10,7 @@ from lean.kernels.layout import KVLayout
 from lean.kernels.triton.common import FORMAT_CODES
 from lean.kernels.triton.decode import decode, merge
 from lean.kernels.triton.launch import (
+    NO_ROTATION,
     Launch,
     base_of,
     bits_of,
@@ -18,7 +19,13 @@ from lean.kernels.triton.launch import (
     rotation_of,
     vectors_per_program,
 )
-from lean.kernels.triton.parameters import DecodeParameters, Target, decode_parameters, prefill_parameters
+from lean.kernels.triton.parameters import (
+    DecodeParameters,
+    Target,
+    decode_parameters,
+    latent_head_parts,
+    prefill_parameters,
+)
 from lean.kernels.triton.prefill import prefill, turn_query
 from lean.quant import KVFormat
 
@@ -54,13 +61,18 @@ class Dims(NamedTuple):
     k_halves: int  # 2 for int4, see `common.dim_of`
     v_halves: int
     query_has_remainder: bool  # rounding the query to bf16 leaves a remainder, as it does once it is rotated
+    rest: int  # where V lies in K: the numbers of K behind V
+    rest_padded: int
+    head_parts: int  # where V lies in K: the parts into which the query heads of a KV head are cut; else 0
 
     @classmethod
-    def of(cls, layout: KVLayout, query_dtype: torch.dtype) -> "Dims":
+    def of(cls, layout: KVLayout, query_dtype: torch.dtype, head_parts: int) -> "Dims":
         k_dim, v_dim = layout.k_dim, layout.v_dim
         halves = [2 if fmt.bits == 4 else 1 for fmt in (layout.k_format, layout.v_format)]
         remainder = layout.k_format.rotate or query_dtype is not torch.bfloat16
-        return cls(k_dim, v_dim, padded(k_dim), padded(v_dim), halves[0], halves[1], remainder)
+        own = k_dim, v_dim, padded(k_dim), padded(v_dim), halves[0], halves[1], remainder
+        rest = k_dim - v_dim if layout.v_in_k else 0
+        return cls(*own, rest, padded(rest), head_parts)
 
 
 class Formats(NamedTuple):
@@ -93,7 +105,7 @@ class Formats(NamedTuple):
             v_compute=compute(v),
             k_bytes=k.code_bytes(layout.k_dim),
             v_bytes=v.code_bytes(layout.v_dim),
-            k_scale_bytes=k.scale_bytes(layout.k_dim),
+            k_scale_bytes=layout.k_stored.scale_bytes(layout.k_dim),
             v_scale_bytes=v.scale_bytes(layout.v_dim),
         )
 
@@ -128,8 +140,12 @@ class _Step(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.num_q_heads // self.layout.num_kv_heads
+        """Query heads of a program: those of a KV head, or of a part of it."""
+        return self.num_q_heads // self.num_parts_of_heads
+
+    @property
+    def num_parts_of_heads(self) -> int:
+        return self.layout.num_kv_heads * max(1, self.arguments["DIMS"].head_parts)
 
 
 def plan_paged_attention(call: AttentionCall, target: Target) -> tuple[torch.Tensor, list[Launch]]:
@@ -148,14 +164,21 @@ def plan_paged_attention(call: AttentionCall, target: Target) -> tuple[torch.Ten
     arguments = _query_arguments(call, query, query_sink) | _pool_arguments(call) | _rule_arguments(call, rule)
     codes = call.k_format, call.v_format
     exact_codes = codes if call.exact_arena is None else (call.exact_k_format, call.exact_v_format)
-    sizes = call.num_kv_heads, layout.k_dim, layout.v_dim, call.block_size
-    arguments |= _format_arguments(codes, exact_codes, sizes, target, query.dtype)
+    sizes = call.num_kv_heads, layout.k_dim, layout.v_dim, call.block_size, call.v_in_k
+    head_parts = latent_head_parts(num_q_heads // call.num_kv_heads) if call.v_in_k else 0
+    arguments |= _format_arguments(codes, exact_codes, sizes, target, query.dtype, head_parts)
     step = _Step(call, target, layout, rule, query, query_sink, out, arguments)
+    arguments |= {"GROUP_SIZE": step.group, "NUM_KV_HEADS": step.num_parts_of_heads}
     tuned = decode_parameters(layout, query.dtype, target)
     every_row = num_rows <= step.num_seqs
-    launches = _plan_decode(step, tuned, every_row)
+    turned, turns = _plan_turns(step) if call.v_in_k or not every_row else ({}, [])
+    if call.v_in_k:  # `decode` has no registers left to turn such long queries itself
+        own = step._replace(arguments=arguments | turned | {"K_ROTATION": NO_ROTATION})
+        launches = turns + _plan_decode(own, tuned, every_row)
+    else:
+        launches = _plan_decode(step, tuned, every_row) + turns
     if not every_row:
-        launches += _plan_prefill(step, tuned.split)
+        launches += _plan_prefill(step, turned, tuned.split)
     return out, launches
 
 
@@ -171,8 +194,6 @@ def _query_arguments(call: AttentionCall, query: torch.Tensor, query_sink: torch
         "sink_stride": query_sink.stride(0),
         "sink_head_stride": query_sink.stride(1),
         "Q_BF16": query.dtype is torch.bfloat16,
-        "GROUP_SIZE": query.shape[1] // call.num_kv_heads,
-        "NUM_KV_HEADS": call.num_kv_heads,
     }
 
 
@@ -196,13 +217,15 @@ def _pool_arguments(call: AttentionCall) -> dict[str, Any]:
 def _format_arguments(
     codes: tuple[int, int],
     exact_codes: tuple[int, int],
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int, bool],
     target: Target,
     query_dtype: torch.dtype,
+    head_parts: int,
 ) -> dict[str, Any]:
     """The arguments that follow from formats and sizes; read only, since all calls with these share them.
 
-    codes, exact_codes: K's and V's format of the two pools. sizes: KV heads, k_dim, v_dim, block size.
+    codes, exact_codes: K's and V's format of the two pools. sizes: KV heads, k_dim, v_dim, block size, whether V lies
+    in K. head_parts: of `Dims`.
     """
     layout, exact_layout = layout_of(*codes, *sizes), layout_of(*exact_codes, *sizes)
     return {
@@ -214,7 +237,7 @@ def _format_arguments(
         "exact_v_scales_offset": exact_layout.v_scales_offset,
         "FORMATS": Formats.of(layout, target, query_dtype),
         "EXACT_FORMATS": Formats.of(exact_layout, target, query_dtype),
-        "DIMS": Dims.of(layout, query_dtype),
+        "DIMS": Dims.of(layout, query_dtype, head_parts),
         "K_ROTATION": rotation_of(layout.k_format, layout.k_dim),
         "BLOCK_SIZE": layout.block_size,
     }
@@ -267,14 +290,14 @@ def _plan_decode(step: _Step, tuned: DecodeParameters, every_row: bool) -> list[
             "EXTRA": extra,
             "EVERY_ROW": every_row,
         }
-        grid = count, call.num_kv_heads, num_parts
+        grid = count, step.num_parts_of_heads, num_parts
         launches.append(Launch(decode, grid, step.arguments | shared | constants, options))
         launches.append(_plan_merge(step, shared | {"OF_PREFILL": False}, count))
     return launches
 
 
-def _plan_prefill(step: _Step, split: int) -> list[Launch]:
-    """`prefill` and `merge` for the sequences of several rows, after the launches that rotate their query."""
+def _plan_prefill(step: _Step, turned: dict[str, Any], split: int) -> list[Launch]:
+    """`prefill` and `merge` for the sequences of several rows. ``turned``: from `_plan_turns`."""
     target, group = step.target, step.group
     tuned = prefill_parameters(step.layout, step.query.dtype, group, target)
     shape = step.num_rows, step.num_q_heads
@@ -287,22 +310,20 @@ def _plan_prefill(step: _Step, split: int) -> list[Launch]:
         "TILE": tuned.tile,
         "EXACT_TILE": tuned.exact_tile,
         "STAGES": tuned.num_stages,
-        "WIDEN": target.widen,
+        "WIDEN": target.widen_in_prefill(tuned.rows),
         "SKIP_SINGLE_ROWS": True,
     }
-    rotated, launches = _plan_turns(step)
-    arguments = step.arguments | rotated | shared | constants
+    arguments = step.arguments | turned | shared | constants
     del arguments["K_ROTATION"]  # the query is rotated already
-    options = target.options(num_warps=tuned.num_warps, num_stages=tuned.num_stages)
-    grid = step.num_rows // (tuned.rows // group) + step.num_seqs, step.call.num_kv_heads
-    launches.append(Launch(prefill, grid, arguments, options))
+    options = target.options(tuned.num_warps, tuned.num_stages, max_registers=tuned.max_registers)
+    grid = step.num_rows // (tuned.rows // group) + step.num_seqs, step.num_parts_of_heads
     one_part = {"num_parts": 1, "first_row": 0, "SPLIT": split, "EXTRA": 0, "EVERY_ROW": True, "OF_PREFILL": True}
-    launches.append(_plan_merge(step, shared | one_part, step.num_rows))
-    return launches
+    merging = _plan_merge(step, shared | one_part, step.num_rows)
+    return [Launch(prefill, grid, arguments, options), merging]
 
 
 def _plan_turns(step: _Step) -> tuple[dict[str, Any], list[Launch]]:
-    """The arguments of `prefill` that are a query in the stored basis, and the launches that rotate it."""
+    """The arguments of `decode` and `prefill` that are a query in the stored basis, and the launches that rotate it."""
     k_format = step.layout.k_format
     if not k_format.rotate:
         return {}, []
@@ -352,7 +373,7 @@ def _plan_merge(step: _Step, parts: dict[str, Any], programs: int) -> Launch:
         "NUM_Q_HEADS": step.num_q_heads,
         "V_DIM": layout.v_dim,
         "V_PADDED": padded(layout.v_dim),
-        "V_ROTATION": rotation_of(layout.v_format, layout.v_dim),
+        "V_ROTATION": rotation_of(layout.v_format, layout.v_stored_dim),
         "HAS_WINDOW": step.rule.has_window,
     }
     return Launch(merge, (programs, step.num_q_heads), arguments, step.target.options(num_warps=4, num_stages=2))

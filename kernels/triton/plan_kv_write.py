@@ -50,12 +50,14 @@ def plan_kv_write(call: WriteCall, target: Target) -> list[Launch]:
         "V_PADDED": padded(v_dim),
         "K_BYTES": k.code_bytes(k_dim),
         "V_BYTES": v.code_bytes(v_dim),
-        "K_SCALE_BYTES": k.scale_bytes(k_dim),
+        "K_SCALE_BYTES": layout.k_stored.scale_bytes(k_dim),
         "V_SCALE_BYTES": v.scale_bytes(v_dim),
         "K_ROTATION": rotation_of(k, k_dim),
         "V_ROTATION": rotation_of(v, v_dim),
         "BLOCK_SIZE": layout.block_size,
         "ROWS": rows,
+        "K_FIRST": v_dim if layout.v_in_k else k_dim,
     }
     options = target.options(num_warps=4, num_stages=1, fuse=False)
-    return [Launch(kv_write, (-(-num_vectors // rows), 2), arguments, options)]
+    num_kinds = 1 if layout.v_in_k else 2
+    return [Launch(kv_write, (-(-num_vectors // rows), num_kinds), arguments, options)]

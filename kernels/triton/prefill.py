@@ -5,8 +5,9 @@
 import triton
 import triton.language as tl
 
-from lean.kernels.triton.attention import attend_ranges, load_query
+from lean.kernels.triton.attention import attend_ranges
 from lean.kernels.triton.common import OF_STEP, dim_of
+from lean.kernels.triton.tiles import load_query
 
 
 @triton.jit

@@ -92,22 +92,38 @@ class BlockCopy:
     target: int
 
 
+@dataclass(frozen=True)
+class StateCopy:
+    """A slot whose states must be copied before the next write."""
+
+    source: int
+    target: int
+
+
 @dataclass
 class _Sequence:
     tables: list[array]  # per pool, one id (int32) per block of positions
     num_tokens: int
     first_kept: list[int]  # per pool: index of the first block that is not evicted, sinks aside
     num_evicted: list[int]  # per pool: how often its table names the null block
+    slot: int = NULL_BLOCK  # of its states
 
 
 class BlockManager:
-    """Block tables of all sequences over all pools."""
+    """Block tables of all sequences over all pools; and the slot of each sequence's states, where layers keep states.
 
-    def __init__(self, rules: Sequence[PoolRule], block_size: int) -> None:
+    A slot is shared after a fork, and copied before one of the two writes, as a block is. States hold all tokens of a
+    sequence at once, so no token can be taken back from them.
+    """
+
+    def __init__(self, rules: Sequence[PoolRule], block_size: int, num_slots: int = 0) -> None:
+        """``num_slots``: for states; 0: the model's layers keep none."""
         self.rules = tuple(rules)
         self.block_size = block_size
         self.pools = [BlockPool(rule.num_blocks) for rule in rules]
+        self.slots = BlockPool(num_slots) if num_slots else None
         self.copies: list[BlockCopy] = []  # to be made in this order before the next write; the maker clears the list
+        self.state_copies: list[StateCopy] = []  # likewise
         self._sequences: dict[int, _Sequence] = {}
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -120,22 +136,33 @@ class BlockManager:
         """Whether the next token goes into a block that another sequence reads too."""
         return seq.num_tokens % self.block_size > 0 and self.pools[pool].refs[seq.tables[pool][-1]] > 1
 
+    def _needs_slot(self, seq: _Sequence) -> bool:
+        """Whether the sequence takes a slot before it writes: it has none, or another sequence reads it too."""
+        return self.slots is not None and (seq.slot == NULL_BLOCK or self.slots.refs[seq.slot] > 1)
+
     def can_append(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether every pool has the blocks for ``num_tokens`` more tokens."""
+        """Whether every pool has the blocks, and the states a slot, for ``num_tokens`` more tokens."""
         seq = self._sequences.get(seq_id) or self._empty()
+        if self.slots is not None and self.slots.num_free < self._needs_slot(seq):
+            return False
         need = self.blocks_for(seq.num_tokens + num_tokens) - self.blocks_for(seq.num_tokens)
         return all(pool.num_free >= need + self._tail_is_shared(seq, index) for index, pool in enumerate(self.pools))
 
     def append(self, seq_id: int, num_tokens: int) -> None:
         """Make room for ``num_tokens`` > 0 more tokens of a sequence, new or known.
 
-        Changes all pools, or none where it raises ValueError. May add to ``copies``.
+        Changes all pools, or none where it raises ValueError. May add to ``copies`` and ``state_copies``.
         """
         if not self.can_append(seq_id, num_tokens):
             raise ValueError(f"sequence {seq_id}: no blocks for {num_tokens} more tokens")
         seq = self._sequences.get(seq_id)
         if seq is None:
             seq = self._sequences[seq_id] = self._empty()
+        if self.slots is not None and self._needs_slot(seq):
+            shared, seq.slot = seq.slot, self.slots.take()
+            if shared != NULL_BLOCK:
+                self.slots.drop(shared)
+                self.state_copies.append(StateCopy(shared, seq.slot))
         for index, (pool, table) in enumerate(zip(self.pools, seq.tables)):
             if self._tail_is_shared(seq, index):
                 shared, table[-1] = table[-1], pool.take()
@@ -151,8 +178,10 @@ class BlockManager:
             raise ValueError(f"sequence {child} exists")
         seq = self._sequences[parent]
         self._sequences[child] = _Sequence(
-            [table[:] for table in seq.tables], seq.num_tokens, list(seq.first_kept), list(seq.num_evicted)
+            [table[:] for table in seq.tables], seq.num_tokens, list(seq.first_kept), list(seq.num_evicted), seq.slot
         )
+        if self.slots is not None and seq.slot != NULL_BLOCK:
+            self.slots.share(seq.slot)
         for pool, table in zip(self.pools, seq.tables):
             for block in table:
                 if block != NULL_BLOCK:
@@ -171,10 +200,15 @@ class BlockManager:
             seq.first_kept[index] = max(seq.first_kept[index], first)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Drop the tokens from ``num_tokens`` on. Raises ValueError where the window before them has been evicted."""
+        """Drop the tokens from ``num_tokens`` on.
+
+        Raises ValueError where the window before them has been evicted, or where states hold them.
+        """
         seq = self._sequences[seq_id]
         if not 0 <= num_tokens <= seq.num_tokens:
             raise ValueError(f"sequence {seq_id} holds {seq.num_tokens} tokens, cannot truncate to {num_tokens}")
+        if self.slots is not None and num_tokens < seq.num_tokens:
+            raise ValueError(f"sequence {seq_id}: its states hold {seq.num_tokens} tokens")
         for rule, table in zip(self.rules, seq.tables):
             seen = range(first_in_window(num_tokens, rule.window) // self.block_size, self.blocks_for(num_tokens))
             if any(table[index] == NULL_BLOCK for index in seen):
@@ -194,10 +228,16 @@ class BlockManager:
         seq = self._sequences.pop(seq_id, None)
         if seq is None:
             return
+        if self.slots is not None and seq.slot != NULL_BLOCK:
+            self.slots.drop(seq.slot)
         for pool, table in zip(self.pools, seq.tables):
             for block in table:
                 if block != NULL_BLOCK:
                     pool.drop(block)
+
+    def slot(self, seq_id: int) -> int:
+        """Where the states of a sequence lie; the null slot without states."""
+        return self._sequences[seq_id].slot
 
     def table(self, seq_id: int, pool: int) -> array:
         """Block ids of a sequence in one pool by position, the null block where evicted. Callers must not change it."""
@@ -234,3 +274,10 @@ class BlockManager:
                 for block in seq.tables[index]:
                     named[block] += block != NULL_BLOCK
             assert named == pool.refs, f"pool {index}: references differ from the tables"
+        if self.slots is not None:
+            self.slots.check_integrity()
+            named = [0] * (self.slots.num_blocks + 1)
+            for seq in self._sequences.values():
+                assert bool(seq.num_tokens) == (seq.slot != NULL_BLOCK), "a sequence with tokens has no states"
+                named[seq.slot] += seq.slot != NULL_BLOCK
+            assert named == self.slots.refs, "states: references differ from the sequences"

@@ -1,13 +1,14 @@
 """The cache's tensors: one uint8 arena per pool, block-major, and the metadata that a step's attention reads."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from lean.cache.block_manager import BlockCopy
+from lean.cache.block_manager import BlockManager
 from lean.cache.plan import CacheGroup, CachePlan, LayerShape
 from lean.cache.size import CacheSize
+from lean.cache.states import StateCache
 from lean.kernels.ops import LayerPool
 
 
@@ -15,17 +16,21 @@ from lean.kernels.ops import LayerPool
 class LayerCache:
     """Where one attention layer's K/V lie: its group, and its part of the group's pools.
 
-    ``own_window`` is the model's window, 0 for full attention; a --window does not change it.
+    ``own_window`` is the model's window, 0 for full attention; a --window does not change it. ``writes``: False for a
+    layer that reads the K/V of an earlier layer.
     """
 
     group: CacheGroup
     pool: LayerPool
     exact: LayerPool | None
     own_window: int
+    writes: bool = True
 
 
 class KVCache:
     """Arenas ``[num_blocks + 1, block_bytes]`` of all pools; the bytes of a block for all layers are contiguous.
+
+    ``states``: of layers that keep no K/V; None where the model has none.
 
     Memory is not cleared: bytes that were never written must not influence any result.
     """
@@ -36,16 +41,24 @@ class KVCache:
             torch.empty(rule.num_blocks + 1, pool.block_bytes, dtype=torch.uint8, device=device)
             for rule, pool in zip(size.rules, plan.pools)
         ]
+        self.states = StateCache(plan.states, size.num_slots, device) if plan.states else None
         self.layers: dict[int, LayerCache] = {}
         for group in plan.groups:
             for layer in group.layers:
                 exact = None if group.exact_pool_id is None else self._share(group.exact_pool_id, layer)
                 self.layers[layer] = LayerCache(group, self._share(group.pool_id, layer), exact, shapes[layer].window)
+        for index, shape in enumerate(shapes):
+            if shape.kv_layer is not None:
+                self.layers[index] = replace(self.layers[shape.kv_layer], writes=False)
 
-    def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy whole blocks within their pools, in order."""
-        for copy in copies:
+    def make_copies(self, manager: BlockManager) -> None:
+        """Copy the blocks within their pools, and the states, that the manager wants copied before the next write."""
+        for copy in manager.copies:
             self.arenas[copy.pool][copy.target] = self.arenas[copy.pool][copy.source]
+        manager.copies.clear()
+        if self.states is not None:
+            self.states.copy(manager.state_copies)
+            manager.state_copies.clear()
 
     def _share(self, pool: int, layer: int) -> LayerPool:
         spec = self.plan.pools[pool]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lean.cache.states import StateShape, bytes_of
 from lean.config import EngineConfig
 from lean.errors import ConfigError
 from lean.kernels.layout import KVLayout, blocks_for
@@ -13,18 +14,24 @@ from lean.quant.formats import BF16, KVFormat, describe
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The shape of one attention layer. window 0 is full attention."""
+    """The shape of one attention layer. window 0 is full attention.
+
+    kv_layer: an earlier layer of the same shape and window whose K/V this layer reads; None: it has its own.
+    v_in_k: V is the first v_dim numbers of K and is not stored a second time (latent attention).
+    """
 
     num_q_heads: int
     num_kv_heads: int
     k_dim: int
     v_dim: int
     window: int = 0
+    kv_layer: int | None = None
+    v_in_k: bool = False
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """A block pool before it has a size: its layers in order, and which tokens it keeps."""
+    """A block pool before it has a size: the layers that write it, in order, and which tokens it keeps."""
 
     layers: tuple[int, ...]
     layouts: tuple[KVLayout, ...]
@@ -67,6 +74,7 @@ class CacheGroup:
     """Layers that share window, sinks, formats and residual. They own one pool, or two with a residual.
 
     Attributes:
+        layers: those that have K/V of their own.
         window: a token sees itself and the window - 1 tokens before it; 0: all.
         num_sink_tokens: number of initial tokens that stay visible beyond the window.
         residual_length, num_exact_sinks: numbers of recent and initial tokens read from the exact pool; 0 without one.
@@ -86,7 +94,8 @@ class CacheGroup:
 class CachePlan:
     """All groups and pools of a model under one configuration.
 
-    ``window`` is the user's, 0 where it bounds no layer. ``notes`` are lines that the user should see.
+    ``window`` is the user's, 0 where it bounds no layer. ``notes`` are lines that the user should see. ``states``: of
+    layers that keep states in the place of K/V.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -94,6 +103,12 @@ class CachePlan:
     block_size: int
     window: int = 0
     notes: tuple[str, ...] = ()
+    states: tuple[StateShape, ...] = ()
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence, whatever its length."""
+        return bytes_of(self.states)
 
     @property
     def bounded(self) -> bool:
@@ -129,12 +144,14 @@ class CachePlan:
         return sum(pool.bytes_per_token_bf16 for pool in self.pools if not pool.exact)
 
     def bytes_at(self, num_tokens: int) -> int:
-        """Bytes of the blocks that one sequence of ``num_tokens`` occupies, exact pools included."""
-        return sum(pool.most_blocks(num_tokens, self.block_size) * pool.block_bytes for pool in self.pools)
+        """Bytes that one sequence of ``num_tokens`` occupies: its blocks, exact pools included, and its states."""
+        return self.state_bytes + sum(
+            pool.most_blocks(num_tokens, self.block_size) * pool.block_bytes for pool in self.pools
+        )
 
     def bytes_at_bf16(self, num_tokens: int) -> int:
-        """Bytes of the same tokens in bf16, without rounding to blocks."""
-        return sum(
+        """Bytes of the same tokens in bf16, without rounding to blocks, and of the states."""
+        return self.state_bytes + sum(
             min(num_tokens, group.window + group.num_sink_tokens if group.window else num_tokens)
             * self.pools[group.pool_id].bytes_per_token_bf16
             for group in self.groups
@@ -162,6 +179,13 @@ def _layer_rules(
     rules = []
     covered: set[int] = set()  # windows that the residual covers
     for index, (layer, (k, v)) in enumerate(zip(layers, formats)):
+        if layer.v_in_k:
+            v = k
+            if not k.supports_prefix(layer.k_dim, layer.v_dim):
+                raise ConfigError(
+                    f"layer {index}: V is the first {layer.v_dim} numbers of a latent vector of {layer.k_dim}, which "
+                    f"{k.name} cannot read alone: use --kv-dtype bf16 or fp8"
+                )
         for name, fmt, dim in (("K", k, layer.k_dim), ("V", v, layer.v_dim)):
             if not fmt.supports(dim):
                 raise ConfigError(
@@ -176,29 +200,57 @@ def _layer_rules(
             exact = 0
             covered.add(window)
         rules.append(_Rule(window, seen, k, v, exact, sinks if exact else 0))
-    notes = [
+    for index, layer in enumerate(layers):
+        if layer.kv_layer is not None and rules[index] != rules[layer.kv_layer]:
+            raise ConfigError(
+                f"layer {index} reads the K/V of layer {layer.kv_layer}: give both the same format, in --kv-layers and "
+                "--kv-skip-layers too"
+            )
+    notes = _latent_notes(layers, formats) + [
         f"layers with window {window} stay {dtype_format.name}: the residual of {length} tokens covers the window"
         for window in sorted(covered)
     ]
     return rules, notes
 
 
-def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat) -> CachePlan:
-    """Group the layers of a model. ``dtype_format`` is the raw format of the model's dtype. Raises ConfigError."""
+def _latent_notes(layers: Sequence[LayerShape], formats: Sequence[tuple[KVFormat, KVFormat]]) -> list[str]:
+    """One line where a V format was chosen for layers that store no V."""
+    pairs = {pair for layer, pair in zip(layers, formats) if layer.v_in_k and pair[0] != pair[1]}
+    return [
+        f"latent vectors hold K and V in one format: {describe(*pair)} is {pair[0].name} there"
+        for pair in sorted(pairs, key=str)
+    ]
+
+
+def plan_cache(
+    layers: Sequence[LayerShape], config: EngineConfig, dtype_format: KVFormat, states: Sequence[StateShape] = ()
+) -> CachePlan:
+    """Group the layers of a model.
+
+    Args:
+        layers: its attention layers. states: of its other layers.
+        dtype_format: the raw format of the model's dtype.
+
+    Raises:
+        ConfigError: the options do not fit the layers.
+    """
     rules, notes = _layer_rules(layers, config, dtype_format)
     groups: list[CacheGroup] = []
     pools: list[PoolSpec] = []
 
     def add_pool(members: tuple[int, ...], k: KVFormat, v: KVFormat, window: int, sinks: int, exact: bool) -> int:
         layouts = tuple(
-            KVLayout(k, v, layers[i].num_kv_heads, layers[i].k_dim, layers[i].v_dim, config.block_size) for i in members
+            KVLayout(
+                k, v, layers[i].num_kv_heads, layers[i].k_dim, layers[i].v_dim, config.block_size, layers[i].v_in_k
+            )
+            for i in members
         )
         pools.append(PoolSpec(members, layouts, window, sinks, exact))
         return len(pools) - 1
 
     # Full attention first, then by window; equal windows in the order of the layers.
     for rule in sorted(dict.fromkeys(rules), key=lambda rule: rule.window):
-        members = tuple(index for index, own in enumerate(rules) if own == rule)
+        members = tuple(i for i, own in enumerate(rules) if own == rule and layers[i].kv_layer is None)
         # Sinks that are read exact need not stay in the quantized pool.
         kept_sinks = 0 if rule.num_exact_sinks >= rule.num_sink_tokens else rule.num_sink_tokens
         pool = add_pool(members, rule.k_format, rule.v_format, rule.window, kept_sinks, exact=False)
@@ -222,7 +274,7 @@ def plan_cache(layers: Sequence[LayerShape], config: EngineConfig, dtype_format:
     window = config.window if config.window and any(not layer.window for layer in layers) else 0
     if config.window and not window:
         notes.append(f"--window {config.window} has no effect: every layer of this model already has a window")
-    return CachePlan(tuple(groups), tuple(pools), config.block_size, window, tuple(notes))
+    return CachePlan(tuple(groups), tuple(pools), config.block_size, window, tuple(notes), tuple(states))
 
 
 def _most_blocks_spanned(num_tokens: int, block_size: int) -> int:

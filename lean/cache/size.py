@@ -10,6 +10,10 @@ from lean.kernels.layout import blocks_for
 from lean.units import ENDLESS, mib
 
 
+class DoesNotFit(ConfigError):
+    """The pools, or a sequence of the configured length in them, do not fit. The message ends without advice."""
+
+
 @dataclass(frozen=True)
 class CacheSize:
     """Sizes of all pools.
@@ -18,7 +22,8 @@ class CacheSize:
         rules: one per pool, in the plan's order.
         num_tokens: tokens that fit into the unbounded pools; where every pool is bounded, max_num_seqs x max_model_len.
         max_model_len: the longest sequence; at most ``model_max_len``, the longest that the model takes.
-        nbytes: bytes of all pools, null blocks included.
+        nbytes: bytes of all pools, null blocks included, and of the states.
+        num_slots: sequences whose states fit; 0 where the model's layers keep none.
     """
 
     rules: tuple[PoolRule, ...]
@@ -26,6 +31,7 @@ class CacheSize:
     max_model_len: int
     model_max_len: int
     nbytes: int
+    num_slots: int = 0
 
 
 def size_cache(
@@ -33,7 +39,8 @@ def size_cache(
 ) -> CacheSize:
     """Give every pool its number of blocks.
 
-    Bounded pools get what ``max_num_seqs`` sequences can hold there at most. The unbounded pools share the rest.
+    Bounded pools and states get what ``max_num_seqs`` sequences can hold there at most. The unbounded pools share the
+    rest.
 
     Args:
         model_max_len: longest sequence that the model takes without a window.
@@ -41,20 +48,20 @@ def size_cache(
         share: the part of it that the cache may take where the configuration does not say.
 
     Raises:
-        ConfigError: the configured memory exceeds the free memory, or holds less than one block or less than
-            max_model_len tokens.
+        DoesNotFit: the configured memory exceeds the free memory; it holds less than one block, or fewer than
+            max_model_len tokens; or max_model_len exceeds the model's positions.
+        ConfigError: an option has no effect.
     """
     model_max_len = ENDLESS if plan.bounded else model_max_len
     max_model_len = config.max_model_len or model_max_len
     if max_model_len > model_max_len:
-        raise ConfigError(
-            f"max-model-len {max_model_len} exceeds the {model_max_len} positions of this model: lower it, or set a "
-            "--window, which allows any length"
-        )
+        raise DoesNotFit(f"max-model-len {max_model_len} exceeds the {model_max_len} positions of this model")
     size = plan.block_size
     bounded = {i: _bounded_blocks(p, config, max_model_len) for i, p in enumerate(plan.pools) if p.window}
     # One block more than usable in every pool: the null block.
-    bounded_bytes = sum((n + 1) * plan.pools[i].block_bytes for i, n in bounded.items())
+    num_slots = config.max_num_seqs if plan.states else 0
+    state_bytes = (num_slots + 1) * plan.state_bytes
+    bounded_bytes = state_bytes + sum((n + 1) * plan.pools[i].block_bytes for i, n in bounded.items())
     row_bytes = sum(pool.block_bytes for pool in plan.pools if not pool.window)
     budget = _budget(config, int(free_bytes * share), free_bytes, bounded_bytes + 2 * row_bytes)
     blocks = 0
@@ -62,25 +69,25 @@ def size_cache(
         raise ConfigError("--num-blocks has no effect: every layer has a window, so pool sizes are fixed. Remove it")
     if row_bytes:
         blocks = _unbounded_blocks(config, budget, bounded_bytes, row_bytes, blocks_for(max_model_len, size))
-        _check_fit(config, blocks, blocks_for(max_model_len, size), bounded_bytes, row_bytes, free_bytes)
+        _check_fit(config, blocks, blocks_for(max_model_len, size), bounded_bytes, row_bytes, budget, free_bytes)
         max_model_len = min(max_model_len, blocks * size)
     rules = tuple(
         PoolRule(bounded.get(i, blocks), pool.window, pool.num_sink_tokens) for i, pool in enumerate(plan.pools)
     )
     tokens = blocks * size if row_bytes else config.max_num_seqs * max_model_len
-    nbytes = sum((rule.num_blocks + 1) * pool.block_bytes for rule, pool in zip(rules, plan.pools))
-    return CacheSize(rules, tokens, max_model_len, model_max_len, nbytes)
+    nbytes = state_bytes + sum((rule.num_blocks + 1) * pool.block_bytes for rule, pool in zip(rules, plan.pools))
+    return CacheSize(rules, tokens, max_model_len, model_max_len, nbytes, num_slots)
 
 
 def _budget(config: EngineConfig, usual: int, free_bytes: int, least: int) -> int:
-    """Bytes for all pools: the configured number or ``usual``. Raises ConfigError where ``least`` does not fit."""
+    """Bytes for all pools: the configured number or ``usual``. Raises DoesNotFit where ``least`` does not fit."""
     budget = usual if config.kv_memory is None else config.kv_memory
     if budget > free_bytes:
-        raise ConfigError(f"kv-memory {mib(budget)} exceeds the {mib(free_bytes)} of free memory: lower --kv-memory")
+        raise DoesNotFit(f"kv-memory {mib(budget)} exceeds the {mib(free_bytes)} of free memory")
     if config.num_blocks is None and least > budget:
-        raise ConfigError(
+        raise DoesNotFit(
             f"the KV cache needs at least {mib(least)} with blocks of {config.block_size} tokens, but may use "
-            f"{mib(budget)}: raise --kv-memory, or lower --prefill-chunk or --kv-residual-length"
+            f"{mib(budget)} ({mib(free_bytes)} are free)"
         )
     return budget
 
@@ -94,17 +101,17 @@ def _unbounded_blocks(config: EngineConfig, budget: int, bounded_bytes: int, row
 
 
 def _check_fit(
-    config: EngineConfig, blocks: int, needed: int, bounded_bytes: int, row_bytes: int, free_bytes: int
+    config: EngineConfig, blocks: int, needed: int, bounded_bytes: int, row_bytes: int, budget: int, free_bytes: int
 ) -> None:
-    """Raise ConfigError where the blocks exceed the free memory, or a configured length exceeds the blocks."""
+    """Raise DoesNotFit where the blocks exceed the free memory, or a configured length exceeds the blocks."""
     nbytes = bounded_bytes + (blocks + 1) * row_bytes
     if nbytes > free_bytes:
-        raise ConfigError(f"{blocks} blocks take {mib(nbytes)}, but {mib(free_bytes)} are free: lower --num-blocks")
+        raise DoesNotFit(f"{blocks} blocks take {mib(nbytes)}, but {mib(free_bytes)} are free")
     if blocks < needed and config.max_model_len is not None:
-        raise ConfigError(
+        limit = f"num-blocks is {blocks}" if config.num_blocks else f"only {blocks} fit the {mib(budget)} for the cache"
+        raise DoesNotFit(
             f"max-model-len {config.max_model_len} needs {needed} blocks of {config.block_size} tokens "
-            f"({mib(bounded_bytes + (needed + 1) * row_bytes)}), but only {blocks} fit: "
-            "raise --kv-memory or --num-blocks, or lower --max-model-len"
+            f"({mib(bounded_bytes + (needed + 1) * row_bytes)}), but {limit} ({mib(free_bytes)} are free)"
         )
 
 

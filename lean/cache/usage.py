@@ -27,14 +27,15 @@ class PoolUse:
 class CacheUse:
     """What the cache holds at one moment.
 
-    ``bytes_held`` counts the blocks in use, exact pools included. ``bytes_if_bf16`` is for the same tokens in bf16,
-    without rounding to blocks.
+    ``bytes_held`` counts the blocks in use, exact pools included, and the states. ``bytes_if_bf16`` is for the same
+    tokens in bf16, without rounding to blocks, and the same states. ``state_bytes``: of the states alone.
     """
 
     tokens_held: int
     bytes_held: int
     bytes_if_bf16: int
     pools: list[PoolUse]
+    state_bytes: int = 0
 
 
 class Occupancy(NamedTuple):
@@ -43,16 +44,19 @@ class Occupancy(NamedTuple):
     Attributes:
         tokens_held: tokens of all sequences.
         blocks_used, tokens_kept: per pool, the blocks in use and the tokens whose block has not been evicted.
+        slots_used: sequences with states.
     """
 
     tokens_held: int
     blocks_used: list[int]
     tokens_kept: list[int]
+    slots_used: int = 0
 
 
 def occupancy(manager: BlockManager) -> Occupancy:
     """The counts of this moment."""
-    return Occupancy(manager.tokens_held(), [pool.num_used for pool in manager.pools], manager.tokens_kept())
+    slots = 0 if manager.slots is None else manager.slots.num_used
+    return Occupancy(manager.tokens_held(), [pool.num_used for pool in manager.pools], manager.tokens_kept(), slots)
 
 
 def cache_use(plan: CachePlan, manager: BlockManager, at: Occupancy) -> CacheUse:
@@ -73,4 +77,5 @@ def cache_use(plan: CachePlan, manager: BlockManager, at: Occupancy) -> CacheUse
         for spec, pool, used, kept in zip(plan.pools, manager.pools, at.blocks_used, at.tokens_kept)
     ]
     bf16 = sum(use.tokens_held * spec.bytes_per_token_bf16 for use, spec in zip(pools, plan.pools) if not spec.exact)
-    return CacheUse(at.tokens_held, sum(pool.bytes_held for pool in pools), bf16, pools)
+    states = at.slots_used * plan.state_bytes
+    return CacheUse(at.tokens_held, states + sum(pool.bytes_held for pool in pools), states + bf16, pools, states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,19 +27,29 @@ def read_done(out: Path, prompts: Path | None = None) -> set[RowId]:
     try:
         if out.is_dir():
             raise RequestError(f"{out} is a folder: name a file for the results")
-        if not out.parent.is_dir():
-            raise RequestError(f"cannot write {out}: there is no folder {out.parent}, make it first")
-        if prompts is not None and (out.resolve() == prompts.resolve() or (out.exists() and out.samefile(prompts))):
+        place = followed(out)
+        if not place.parent.is_dir():
+            raise RequestError(f"cannot write {out}: there is no folder {place.parent}, make it first")
+        if prompts is not None and (place == followed(prompts) or (out.exists() and out.samefile(prompts))):
             raise RequestError(f"{out} holds the prompts: name another file for the results")
         if not out.exists():
-            if not os.access(out.parent, os.W_OK | os.X_OK):
+            if not os.access(place.parent, os.W_OK | os.X_OK):
                 raise RequestError(f"cannot write {out}: its folder is read-only")
             return set()
         with open_results(out) as (_, done):
             return done
-    except (OSError, ValueError, RuntimeError) as error:
-        # ValueError: a NUL in the path. RuntimeError: a link to itself.
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise RequestError(f"cannot write {out}: {getattr(error, 'strerror', None) or one_line(error)}") from None
+
+
+def followed(path: Path) -> Path:
+    """The file that a path leads to through all links; it need not exist.
+
+    Raises OSError for links in a circle, as `Path.resolve` did before Python 3.13.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.stat()
+    return Path(os.path.realpath(path))
 
 
 @contextmanager

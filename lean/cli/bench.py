@@ -41,7 +41,8 @@ Contexts = Annotated[
 Against = Annotated[
     str | None,
     option(
-        "Also measure these engines, separated by commas: transformers, transformers-quantized, llama.cpp.",
+        "Also measure these engines, separated by commas: transformers, transformers-quantized, llama.cpp; or "
+        "expanded: lean itself with the expanded K/V of a model with latent attention.",
         metavar="P[,P]",
     ),
 ]
@@ -75,13 +76,19 @@ def _show(rows: "Iterable[BenchRow]", json: bool, plot: Path | None, title: str)
     from lean.eval.bench.timing import draw_rows, print_rows
 
     done = []
-    for row in rows:
-        done.append(row)
-        if json:
-            print_rows([row], json_too=True)
-        else:
-            peer = f"; {row.peer}: {row.peer_ms:.3g} ms ({row.ratio:.2f}x)" if row.peer else ""
-            stderr.print(f"{row.name} {row.format}, context {row.context:,}: {row.median_ms:.3g} ms{peer}")
+    try:
+        for row in rows:
+            done.append(row)
+            if json:
+                print_rows([row], json_too=True)
+            else:
+                peer = f"; {row.peer}: {row.peer_ms:.3g} ms ({row.ratio:.2f}x)" if row.peer else ""
+                stderr.print(f"{row.name} {row.format}, context {row.context:,}: {row.median_ms:.3g} ms{peer}")
+    except KeyboardInterrupt:
+        if done and not json:
+            print("PARTIAL, interrupted")
+            print_rows(done)
+        raise
     if not json:
         print_rows(done)
     if plot is not None:
@@ -93,17 +100,19 @@ def _peers(text: str | None) -> list[str]:
 
 
 def _read_shape(text: str) -> "Shape":
-    """``32/8x128`` to a shape. Raises UserError."""
+    """``32/8x128``, or ``20/1x576:512`` for latent vectors, to a shape. Raises UserError."""
     from lean.eval.bench.attention import Shape
 
-    match = re.fullmatch(r"(\d+)/(\d+)x(\d+)", text)
+    match = re.fullmatch(r"(\d+)/(\d+)x(\d+)(?::(\d+))?", text)
     if match is None:
-        raise UserError(f"cannot read --shape {text!r}: write e.g. 32/8x128")
-    shape = Shape(*map(int, match.groups()))
+        raise UserError(f"cannot read --shape {text!r}: write e.g. 32/8x128, or 20/1x576:512 for latent vectors")
+    shape = Shape(*(int(number or 0) for number in match.groups()))
     if not shape.num_kv_heads or shape.num_q_heads % shape.num_kv_heads or shape.head_dim % 8:
         raise UserError(
             f"--shape {text}: the number of query heads must be a multiple of KV heads, and head_dim a multiple of 8"
         )
+    if shape.v_in_k % 32 or shape.v_in_k > shape.head_dim or shape.v_in_k % (shape.head_dim & -shape.head_dim):
+        raise UserError(f"--shape {text}: V cannot be the first {shape.v_in_k} of the {shape.head_dim} numbers of K")
     return shape
 
 
@@ -114,7 +123,7 @@ def _shape_of(model: str) -> "Shape":
     from lean.store.source import resolve
 
     layer = inspect_model(resolve(model), EngineConfig()).layers[0]
-    return Shape(layer.num_q_heads, layer.num_kv_heads, layer.k_dim)
+    return Shape(layer.num_q_heads, layer.num_kv_heads, layer.k_dim, layer.v_dim if layer.v_in_k else 0)
 
 
 @app.command()
@@ -125,7 +134,12 @@ def attention(
     ] = None,
     shape: Annotated[
         str | None,
-        option("Attention shape, in place of MODEL: query heads, KV heads and head_dim.", "9/3x64", metavar="Q/KxD"),
+        option(
+            "Attention shape, in place of MODEL: query heads, KV heads and head_dim; D:V for latent vectors whose "
+            "first V numbers are the values.",
+            "9/3x64",
+            metavar="Q/KxD[:V]",
+        ),
     ] = None,
     kv_dtype: Formats = "bf16,int8,fp8,k8v4,int4",
     contexts: Contexts = "8192,32768",
@@ -141,9 +155,9 @@ def attention(
     ] = "sdpa,sdpa-folded",
     rounds: Annotated[int, typer.Option(help="Number of times that each candidate is measured.")] = 9,
     device: Annotated[
-        str, typer.Option(help="Device to run on: auto (the first GPU, else the CPU), cpu, cuda, ...")
+        str, typer.Option(help="Device to run on: auto (a GPU that torch supports, else the CPU), cpu, cuda, ...")
     ] = "auto",
-    threads: Annotated[int | None, option("Number of CPU threads.", "chosen by torch")] = None,
+    threads: Annotated[int | None, option("Number of CPU threads.", "torch's, at most the CPU quota")] = None,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
@@ -152,13 +166,16 @@ def attention(
 
     from lean.device import choose_device
     from lean.eval.bench.attention import PEERS, bench_attention
-    from lean.kernels.ops import backend
+    from lean.kernels.serving import backend
+    from lean.threads import fit_threads
 
     for name, number in (("threads", threads), ("rounds", rounds)):
         if number is not None and number < 1:
             raise UserError(f"--{name} {number} must be at least 1")
     if threads is not None:
         torch.set_num_threads(threads)
+    else:
+        fit_threads()
     peers = [] if against == "none" else _peers(against)
     for peer in peers:
         if peer not in PEERS:

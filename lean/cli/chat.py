@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lean.cli.signals import deferred_interrupt, own_interrupt
+from lean.cli.signals import Terminated, deferred_interrupt, own_interrupt
 from lean.conversation import Conversation
 from lean.errors import LeanError, RequestError
 from lean.sampling_params import SamplingParams
+from lean.store.home import write_result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +46,8 @@ def talk(llm: "LLM", params: SamplingParams, console: "Console") -> None:
         except EOFError:
             print()
             return
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             if asked_to_leave:
                 raise
@@ -100,7 +103,7 @@ def _print_answer(chat: Conversation, text: str, stats: dict[str, Any], console:
             for last in answer:
                 tokens += len(last.token_ids)
                 print(last.text, end="", flush=True)
-                if stop.is_set():
+                if stop.wanted:
                     break
         except LeanError as error:
             console.print(f"lean: {error} (/reset starts a new conversation)")
@@ -109,7 +112,7 @@ def _print_answer(chat: Conversation, text: str, stats: dict[str, Any], console:
     if last is None:
         return
     print(flush=True)
-    if stop.is_set() and last.finish_reason is None:
+    if stop.wanted and last.finish_reason is None:
         console.print("stopped")
     elif last.error:
         console.print(f"lean: {last.error}")
@@ -140,7 +143,10 @@ def _save(chat: Conversation, name: str) -> str:
     record = {"model": chat.llm.model.info.source.name, "messages": chat.messages}
     try:
         path = Path(name).expanduser()
-        path.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8", errors="replace")
-    except (OSError, ValueError, RuntimeError) as error:
+        text = json.dumps(record, ensure_ascii=False, indent=1) + "\n"
+        write_result(path, text.encode("utf-8", errors="replace"))
+    except LeanError as error:
+        return str(error)
+    except RuntimeError as error:  # ~ of a user without a home folder
         return f"cannot write {name}: {error}"
     return f"{len(chat.messages)} messages saved in {path}"

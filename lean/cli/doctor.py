@@ -11,8 +11,15 @@ from typing import Any, Literal
 
 import torch
 
-from lean.errors import one_line
-from lean.store.home import cache_dir
+from lean.device import choose_device, lacks_code
+from lean.errors import KernelError, one_line
+from lean.kernels.compiling import triton_version
+from lean.machine.cpus import find_cpus
+from lean.machine.memory import memory_bounds
+from lean.machine.spin import SPIN, spin_settings
+from lean.store.home import NoHome, cache_dir
+from lean.threads import fit_threads
+from lean.units import mib
 
 Level = Literal["ok", "note", "problem"]
 
@@ -54,11 +61,15 @@ def packages() -> Iterator[Finding]:
     )
     for name, oldest, untried, purpose in _PACKAGES:
         try:
-            found = version(name)
+            found = triton_version() if name == "triton" else version(name)
         except PackageNotFoundError:
-            if name == "triton" and not torch.cuda.is_available():
-                continue
-            yield Finding(name, "note" if purpose else "problem", "not installed", purpose or f"pip install {name}")
+            found = None
+        except ImportError as error:
+            yield Finding(name, "problem", f"cannot be imported: {one_line(error)}", f"install {name} again")
+            continue
+        if found is None:
+            if name != "triton" or torch.cuda.is_available():
+                yield Finding(name, "note" if purpose else "problem", "not installed", purpose or f"pip install {name}")
             continue
         if _release(found) < _release(oldest):
             yield Finding(name, "problem", found, f"lean needs {oldest} or newer: pip install -U {name}")
@@ -79,15 +90,49 @@ def _cpu_facts() -> str:
     except OSError:
         pass
     found = [isa for isa in _ISAS if isa in flags.split()]
-    return f"{name}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads; {', '.join(found) or flags}"
+    cpus = find_cpus()
+    limits = [f"{cpus.affinity} of them allowed by the affinity"] if cpus.affinity < cpus.online else []
+    limits += [f"CPU quota {cpus.quota:g}"] if cpus.quota is not None else []
+    return f"{', '.join([name, f'{cpus.online} CPUs', *limits])}; {', '.join(found) or flags}"
+
+
+def machine_facts() -> dict[str, Any]:
+    """CPUs, threads, memory and the spin of waiting threads, ready for JSON. Sizes are in bytes."""
+    bounds = memory_bounds()
+    tightest = min(bounds, key=lambda bound: bound.free_bytes)
+    return {
+        "cpus": asdict(find_cpus()),
+        "threads": {"reason": fit_threads(), "number": torch.get_num_threads()},
+        "memory": asdict(tightest) | {"bounds": [asdict(bound) for bound in bounds]},
+        "spin": spin_settings(),
+    }
+
+
+def machine() -> Iterator[Finding]:
+    """How much of the machine this process may use, and what decides it."""
+    usable, reason, number = find_cpus().usable, fit_threads(), torch.get_num_threads()
+    mend = f"more than the {usable} that can compute at the same time: lower the number" if number > usable else ""
+    yield Finding("threads", "note" if mend else "ok", f"{number} ({reason})", mend)
+
+    host, *limits = memory_bounds()
+    tightest = min([host, *limits], key=lambda bound: bound.free_bytes)
+    text = f"{mib(tightest.free_bytes)} free of {mib(tightest.limit_bytes)}"
+    if tightest is not host:
+        text += f", the limit of {tightest.name}; the machine has {mib(host.limit_bytes)}"
+    yield Finding("memory", "ok", text)
+
+    spin = ", ".join(f"{name}={value}" for name, value in spin_settings().items())
+    if spin:
+        yield Finding("spin", "ok", f"{spin}: how long waiting threads compute nothing before they sleep")
+    else:
+        mend = f"set GOMP_SPINCOUNT={SPIN['GOMP_SPINCOUNT']} in the environment, or import lean before torch"
+        yield Finding("spin", "note", "waiting threads spin long before they sleep: torch was loaded first", mend)
 
 
 def devices() -> Iterator[Finding]:
-    """The CPU and the GPUs, and their free memory."""
-    from lean.device import free_bytes
-    from lean.units import mib
-
-    yield Finding("cpu", "ok", f"{_cpu_facts()}; {mib(free_bytes(torch.device('cpu')))} free")
+    """The CPU, how much of the machine this process may use, and the GPUs."""
+    yield Finding("cpu", "ok", _cpu_facts())
+    yield from machine()
     if not torch.cuda.is_available():
         if torch.version.cuda or torch.version.hip:
             yield Finding(
@@ -98,22 +143,26 @@ def devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
+        why = lacks_code(torch.device("cuda", index))
         stack = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
         yield Finding(
             "gpu",
-            "ok",
+            "problem" if why else "ok",
             f"cuda:{index} {facts.name}, compute capability {facts.major}.{facts.minor}, {facts.multi_processor_count} "
             f"SMs, {mib(free)} of {mib(total)} free; {stack}",
+            why or "",
         )
 
 
 def storage() -> Iterator[Finding]:
     """The folder where lean keeps models and results of checks."""
-    from lean.units import mib
-
-    folder = cache_dir()
+    try:
+        folder = cache_dir()
+    except NoHome as error:
+        yield Finding("storage", "problem", str(error))
+        return
     there = folder
-    while not there.exists() and there != there.parent:
+    while not os.path.exists(there) and there != there.parent:  # False also where it cannot be seen
         there = there.parent
     free = shutil.disk_usage(there).free
     if os.access(there, os.W_OK):
@@ -124,41 +173,54 @@ def storage() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """The kernels of each device, and whether their results agree with the torch reference."""
-    from lean.kernels.ops import backend
+    from lean.kernels.serving import backend
 
-    for name in ["cpu"] + ["cuda"] * torch.cuda.is_available():
-        device = torch.device(name)
+    cpu, gpu = torch.device("cpu"), choose_device("auto")
+    for device in dict.fromkeys((cpu, gpu)):
         try:
             serving = backend(device)
         except ValueError as error:
             yield Finding("kernels", "problem", str(error), "unset the variable LEAN_KERNELS")
             continue
         reference = serving.startswith("torch reference")
-        yield Finding("kernels", "note" if reference else "ok", f"{name}: {serving}")
+        yield Finding("kernels", "note" if reference else "ok", f"{device.type}: {serving}")
         if not reference:
             yield _check_kernels(device, serving)
 
 
 def _check_kernels(device: torch.device, serving: str) -> Finding:
+    from lean.engine.cuda_graphs import CudaGraphs
     from lean.kernels.check import worst_error
+    from lean.kernels.serving import is_recordable
 
     mend = "set LEAN_KERNELS=reference, and report this"
+    record = CudaGraphs(device) if is_recordable(device, ()) else None
     worst = 0.0
-    for kv_dtype in ("bf16", "int8", "fp8", "int4", "k8v4"):
-        for dtype, tolerance in _TOLERANCE.items():
-            if dtype is torch.float16 and device.type == "cpu":
-                continue
-            try:
-                error = worst_error(device, kv_dtype, dtype)
-            except Exception as failure:
-                return Finding("kernels", "problem", f"{serving} fails for {kv_dtype}: {one_line(failure)}", mend)
-            if not error <= tolerance:
-                what = f"{serving} is off by {error:.2g} for {kv_dtype} with {dtype} queries"
-                return Finding("kernels", "problem", what, mend)
-            worst = max(worst, error)
+    for kv_dtype, dtype in _cases(device):
+        try:
+            error = worst_error(device, kv_dtype, dtype, record)
+        except KernelError as failure:
+            return Finding("kernels", "problem", f"{serving} fails for {kv_dtype}: {failure.reason}", failure.mend)
+        except Exception as failure:
+            return Finding("kernels", "problem", f"{serving} fails for {kv_dtype}: {one_line(failure)}", mend)
+        if not error <= _TOLERANCE[dtype]:
+            what = f"{serving} is off by {error:.2g} for {kv_dtype} with {dtype} queries"
+            return Finding("kernels", "problem", what, mend)
+        worst = max(worst, error)
+    steps = "" if record is None else ", recorded steps included"
     return Finding(
-        "kernels", "ok", f"{serving}: five formats agree with the torch reference (largest error {worst:.1g})"
+        "kernels", "ok", f"{serving}: five formats agree with the torch reference (largest error {worst:.1g}){steps}"
     )
+
+
+def _cases(device: torch.device) -> Iterator[tuple[str, torch.dtype]]:
+    """The formats and query dtypes to check. On a GPU, where each pair is compiled first, int8 alone has all dtypes."""
+    for kv_dtype in ("bf16", "int8", "fp8", "int4", "k8v4"):
+        for dtype in _TOLERANCE:
+            if device.type == "cpu" and dtype is torch.float16:
+                continue
+            if device.type == "cpu" or dtype is torch.bfloat16 or kv_dtype == "int8":
+                yield kv_dtype, dtype
 
 
 def build_kernels() -> Finding:
@@ -166,7 +228,7 @@ def build_kernels() -> Finding:
     from lean.kernels.cpu.build import BuildError, build
 
     try:
-        return Finding("build", "ok", f"compiled {build()}")
+        return Finding("build", "ok", f"compiled {build(processes=find_cpus().usable)}")
     except BuildError as error:
         mend = "install g++ or clang++, then run lean doctor --build" if sys.platform == "linux" else ""
         return Finding("build", "problem", str(error), mend)
@@ -182,5 +244,6 @@ def doctor_report(findings: list[Finding]) -> dict[str, Any]:
     """The object of ``doctor --json``."""
     return {
         "healthy": not any(finding.level == "problem" for finding in findings),
+        "machine": machine_facts(),
         "findings": [asdict(finding) for finding in findings],
     }

@@ -127,7 +127,8 @@ def _cache_flags(
         str | None,
         option(
             "Memory for the KV cache, e.g. 512MiB.",
-            "on a GPU 90% of free memory; on a CPU what --max-num-seqs sequences need, at most 25% of free memory",
+            "what --max-num-seqs sequences need, at most 90% of what weights and steps leave free on a GPU, or 25% of "
+            "free memory on a CPU",
             metavar="SIZE",
         ),
     ] = None,
@@ -163,8 +164,8 @@ def _device_flags(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Data type of weights and activations: auto (as stored in the model), bfloat16, float16, "
-            "float32 or float64."
+            help="Data type of weights and activations: auto (as stored in the model; float16 in place of bfloat16 on "
+            "GPUs before Ampere), bfloat16, float16, float32 or float64."
         ),
     ] = _DEFAULT.dtype,
     quantization: Annotated[
@@ -176,9 +177,12 @@ def _device_flags(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Device to run on: auto (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")
+        str,
+        typer.Option(
+            help="Device to run on: auto (the first GPU that torch supports, else the CPU), cpu, cuda, cuda:1, ..."
+        ),
     ] = _DEFAULT.device,
-    threads: Annotated[int | None, option("Number of CPU threads.", "chosen by torch")] = None,
+    threads: Annotated[int | None, option("Number of CPU threads.", "torch's, at most the CPU quota")] = None,
     deterministic: Annotated[
         bool,
         typer.Option(

@@ -1,7 +1,7 @@
 """``lean eval needle`` and ``lean eval tasks``: questions that the model answers through its cache."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from lean.cli.evaluate import (
 )
 from lean.cli.flags import Json, ModelArgument, given_options, option, printed_config
 from lean.cli.lists import read_items, read_numbers
+from lean.cli.signals import own_interrupt
 from lean.cli.terminal import print_json
 from lean.errors import UserError
 
@@ -54,15 +55,25 @@ def needle(
     source = read_corpus(text, corpus)
     llm = start_engine(options)
     total = len(wanted[0]) * len(wanted[1]) * trials
-    with progress_bar("asking", total, "needles") as progress:
-        cells = list(run_needle(llm, source.text, *wanted, trials=trials, seed=seed, chat=chat, progress=progress))
+    cells, interrupt = [], None
+    try:
+        with progress_bar("asking", total, "needles") as progress:
+            for cell in run_needle(llm, source.text, *wanted, trials=trials, seed=seed, chat=chat, progress=progress):
+                cells.append(cell)
+    except KeyboardInterrupt as stopped:
+        if not cells:
+            raise
+        interrupt = stopped
     title = f"{llm.model.info.source.name}, KV {options.engine.kv_dtype}"
-    if plot is not None:
+    if plot is not None and not interrupt:
         draw_map(cells, str(plot), title)
     if json:
-        print_json(needle_report(cells) | {"corpus": source.report(), "config": config_report(llm)})
+        partial = {"partial": interrupt is not None}
+        print_json(partial | needle_report(cells) | {"corpus": source.report(), "config": config_report(llm)})
     else:
-        print_map(cells, title)
+        print_map(cells, title if interrupt is None else f"{title} (PARTIAL, interrupted)")
+    if interrupt:
+        raise interrupt
 
 
 @app.command()
@@ -87,34 +98,53 @@ def tasks(
         option("Use only the first N items of each task. Below 1: this fraction of the items.", "all", metavar="N"),
     ] = None,
     include_path: Annotated[Path | None, option("Folder with additional task files.", metavar="DIR")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Ask through the model's chat template.")] = False,
     json: Json = False,
 ) -> None:
-    """Run tasks of lm-evaluation-harness."""
+    """Run tasks of lm-evaluation-harness. Ctrl-C ends the run with the figures of the items answered so far."""
     options = given_options(context)
     if printed_config(context, options):
         return
     if limit is not None and limit <= 0:
         raise UserError(f"--limit {limit:g} must be positive")
-    from lean.eval.tasks import check_tasks, run_tasks
+    from lean.eval.tasks import Interrupted, check_tasks, run_tasks
 
     wanted = read_items("--tasks", names)
     check_tasks(wanted, include_path)
     llm = start_engine(options)
     number = int(limit) if limit is not None and limit >= 1 else limit
-    report = run_tasks(llm, wanted, num_fewshot, number, include_path, apply_chat_template=chat, progress=not json) | {
-        "bytes_per_token": llm.plan.bytes_per_token,
-        "config": config_report(llm),
-    }
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        report = run_tasks(llm, wanted, num_fewshot, number, include_path, apply_chat_template=chat, progress=not json)
+    except Interrupted as stopped:
+        with own_interrupt():  # scoring thousands of answers may take longer than the watcher waits
+            interrupt, report = stopped, stopped.report()
+    report |= {"bytes_per_token": llm.plan.bytes_per_token, "config": config_report(llm)}
     if json:
         print_json(report)
-        return
+    else:
+        _print_tasks(report)
+    if interrupt:
+        raise interrupt
+
+
+def _print_tasks(report: dict[str, Any]) -> None:
+    if report["partial"]:
+        print(f"PARTIAL, interrupted after {sum(task['num_items'] for task in report['tasks'].values()):,} items")
     for name, task in {**report["tasks"], **report["groups"]}.items():
-        items = f" ({task['num_items']} items)" if "num_items" in task else ""
+        left = f" of {task['num_items'] + task['items_left']}" if task.get("items_left") else ""
+        items = f" ({task['num_items']}{left} items)" if "num_items" in task else ""
         for metric, found in task["metrics"].items():
             error = "" if found["stderr"] is None else f" ± {found['stderr']:.4f}"
-            print(f"{name}{items} {metric}: {found['value']:.4f}{error}")
+            value = "not finite" if found["value"] is None else f"{found['value']:.4f}"
+            print(f"{name}{items} {metric}: {value}{error}")
         cut = task.get("truncated") or {"items": 0}
         if cut["items"]:
             most = cut["max_tokens_dropped"]
             print(f"{name}: {cut['items']} of {cut['of']} items truncated (max {most} tokens dropped)")
+        for kind, words in (("failed", "failed"), ("encoded_apart", "merge at the boundary, encoded apart")):
+            other = task.get(kind) or {"items": 0}
+            if other["items"]:
+                print(f"{name}: {other['items']} of {task['num_items']} items {words}, first {other['first']}")
+    if report.get("not_run"):
+        print(f"not run: {', '.join(report['not_run'])}")

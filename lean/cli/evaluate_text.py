@@ -22,7 +22,8 @@ from lean.cli.terminal import print_json
 from lean.errors import UserError
 
 if TYPE_CHECKING:
-    from lean.eval.score.perplexity import Perplexity
+    from lean.eval.score.fidelity import Fidelity
+    from lean.eval.score.perplexity import Perplexity, ScoredText
     from lean.llm import LLM
     from lean.options import Options
 
@@ -63,13 +64,17 @@ def ppl(
     options = read_options(context)
     if printed_config(context, options):
         return
-    from lean.eval.score.perplexity import perplexity, prepare
+    from lean.eval.score.perplexity import Interrupted, perplexity, prepare
 
     source = read_corpus(text, corpus)
     llm = start_engine(options)
     scored = prepare(llm, source, max_tokens=max_tokens, context=context_length, stride=stride, bos=bos)
-    with progress_bar("scoring", sum(len(part.token_ids) - 1 for part in scored.parts)) as progress:
-        result = perplexity(llm, scored, progress)
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        with progress_bar("scoring", _rows(scored)) as progress:
+            result = perplexity(llm, scored, progress)
+    except Interrupted as stopped:
+        interrupt, result = stopped, stopped.result
     report = result.report() | {
         "chunk": options.engine.prefill_chunk,
         "bytes_per_token": llm.plan.bytes_per_token,
@@ -80,8 +85,10 @@ def ppl(
         report["curve"] = [bucket._asdict() for bucket in result.curve()]
     if json:
         print_json(report)
-        return
-    _print_ppl(report, result if curve else None)
+    else:
+        _print_ppl(report, result if curve else None)
+    if interrupt:
+        raise interrupt
 
 
 def _print_ppl(report: dict[str, Any], curve: "Perplexity | None") -> None:
@@ -89,11 +96,14 @@ def _print_ppl(report: dict[str, Any], curve: "Perplexity | None") -> None:
     from lean.units import mib
 
     error = "" if report["token_ppl"] is None else f" ± {report['token_ppl_stderr']:.4f}"
+    if report["partial"]:
+        print(f"PARTIAL, interrupted after {report['tokens_scored']:,} tokens")
     print(f"token perplexity {in_words(report['token_ppl'])}{error}")
-    print(
-        f"word {in_words(report['word_ppl'])}, byte {in_words(report['byte_ppl'])}, "
-        f"{report['bits_per_byte']:.4f} bits per byte"
-    )
+    if not report["partial"]:
+        print(
+            f"word {in_words(report['word_ppl'])}, byte {in_words(report['byte_ppl'])}, "
+            f"{report['bits_per_byte']:.4f} bits per byte"
+        )
     print(f"NLL {report['nll']:.5f} ± {report['nll_stderr']:.5f} nats per token")
     print(
         f"{report['tokens_scored']:,} tokens of {report['corpus']['name']} (sha256 "
@@ -141,7 +151,7 @@ def kld(
         return
     if greedy < 0 or greedy_tokens < 1:
         raise UserError(f"--greedy {greedy} must be at least 0, --greedy-tokens {greedy_tokens} at least 1")
-    from lean.eval.score.fidelity import compare, floor_config, full_config, read_reference
+    from lean.eval.score.fidelity import full_config
     from lean.eval.score.perplexity import prepare
     from lean.llm import LLM
 
@@ -153,14 +163,11 @@ def kld(
     exact = LLM(llm.model, full_config(options.engine))
     length = context_length or options.engine.max_model_len
     scored = prepare(llm, source, max_tokens=max_tokens, context=length, bos=bos)
-    rows = sum(len(part.token_ids) - 1 for part in scored.parts)
-    with progress_bar("exact cache, floor, candidate", 3 * rows) as progress:
-        reference = read_reference(exact, scored, progress)
-        floor = compare(reference, LLM(llm.model, floor_config(full_config(options.engine))), progress)
-        found = compare(reference, llm, progress)
+    found, floor, interrupt = _compare_both(exact, llm, scored)
     report = asdict(found) | {
-        "floor_kld_mean": floor.kld_mean,
-        "floor_kld_stderr": floor.kld_stderr,
+        "partial": interrupt is not None,
+        "floor_kld_mean": floor and floor.kld_mean,
+        "floor_kld_stderr": floor and floor.kld_stderr,
         "corpus": source.report(),
         "context": scored.context,
         "chunk": options.engine.prefill_chunk,
@@ -169,14 +176,45 @@ def kld(
         "bytes_held": llm.peak_use.bytes_held,
         "config": config_report(llm),
     }
-    if per_layer:
+    if per_layer and not interrupt:
         report["layers"] = _layer_errors(llm, scored.parts[0].token_ids[: options.engine.prefill_chunk])
-    if greedy:
+    if greedy and not interrupt:
         report["greedy_divergence"] = _greedy_divergence(exact, llm, scored.token_ids, greedy, greedy_tokens)
     if json:
         print_json(report)
     else:
         _print_kld(report)
+    if interrupt:
+        raise interrupt
+
+
+def _rows(scored: "ScoredText") -> int:
+    """Tokens to run: in each part all but the last, which is only a target."""
+    return sum(len(part.token_ids) - 1 for part in scored.parts)
+
+
+def _compare_both(
+    exact: "LLM", llm: "LLM", scored: "ScoredText"
+) -> "tuple[Fidelity, Fidelity | None, KeyboardInterrupt | None]":
+    """The fidelity of the candidate, and of the floor. After an interrupt: what is known of the candidate, if anything.
+
+    Raises KeyboardInterrupt where nothing is known yet.
+    """
+    from lean.eval.score.fidelity import compare, floor_config, full_config, read_reference
+    from lean.llm import LLM
+
+    found: Fidelity | None = None
+    try:
+        with progress_bar("exact cache, candidate, floor", 3 * _rows(scored)) as progress:
+            reference = read_reference(exact, scored, progress)
+            found = compare(reference, llm, progress)
+            floor = compare(reference, LLM(llm.model, floor_config(full_config(llm.config))), progress)
+    except KeyboardInterrupt as interrupt:
+        found = found or getattr(interrupt, "result", None)
+        if found is None:
+            raise
+        return found, None, interrupt
+    return found, floor, None
 
 
 def _start_candidate(options: "Options", context_length: int | None, max_tokens: int) -> "tuple[Options, LLM]":
@@ -220,8 +258,11 @@ def _greedy_divergence(exact: "LLM", llm: "LLM", token_ids: list[int], count: in
 def _print_kld(report: dict[str, Any]) -> None:
     from lean.eval.score.perplexity import in_words
 
+    if report["partial"]:
+        print(f"PARTIAL, interrupted after {report['tokens_scored']:,} tokens of this cache")
+    floor = report["floor_kld_mean"]
     print(f"mean KLD {report['kld_mean']:.6f} ± {report['kld_stderr']:.6f} nats", end="")
-    print(f" (floor: exact cache, other chunk size: {report['floor_kld_mean']:.6f})")
+    print(f" (floor: exact cache, other chunk size: {'not measured' if floor is None else f'{floor:.6f}'})")
     print(f"median {report['kld_median']:.6f}, 99% {report['kld_p99']:.5f}, 99.9% {report['kld_p999']:.5f}")
     print(f"top-1 agreement {report['top1']:.4f} ± {report['top1_stderr']:.4f}, top-5 {report['top5']:.4f}")
     print(

@@ -14,6 +14,7 @@ from lean.cli.terminal import stderr
 from lean.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from lean.kernels.compiling import Compiled
     from lean.llm import LLM
     from lean.options import Options
     from lean.store.source import ModelSource
@@ -117,8 +118,15 @@ def start(name: str, source: "ModelSource", options: "Options") -> "LLM":
     from lean.report import start_up_line
 
     compiling = " and compiling its decode steps" if options.engine.compile else ""
-    with stderr.status(Text(f"loading {name}{compiling}")):
-        llm = LLM(source, options.engine)
+    with stderr.status(Text(f"loading {name}{compiling}")) as status:
+
+        def show(kernel: str, compiled: "Compiled") -> None:
+            count = compiled.kernels.total()
+            if count == 1:
+                stderr.print("note: compiling GPU kernels; later starts find them compiled")
+            status.update(Text(f"loading {name}: {count} GPU kernels compiled, the last one is {kernel}"))
+
+        llm = LLM(source, options.engine, on_compile=show)
     for note in llm.notes:
         stderr.print(f"note: {note}")
     stderr.print(start_up_line(llm))

@@ -3,9 +3,9 @@
 import logging
 import os
 import sys
-from contextlib import suppress
 from itertools import chain
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -15,10 +15,9 @@ from lean.cli import evaluate_text as _evaluate_text  # noqa: F401
 from lean.cli.flags import Json
 from lean.cli.models import info, models, pull, rm
 from lean.cli.run import run
-from lean.cli.signals import INTERRUPTED, interruptible, leave
 from lean.cli.sweep import sweep
 from lean.cli.terminal import print_json
-from lean.errors import LeanError
+from lean.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(run)
@@ -39,9 +38,27 @@ def _root(context: typer.Context) -> None:
 @app.command()
 def doctor(
     build: Annotated[bool, typer.Option("--build", help="Compile the C++ kernels before the checks.")] = False,
+    gpu_report: Annotated[
+        Path | None,
+        typer.Option(
+            "--gpu-report",
+            help="In place of the checks, test and measure the first GPU for up to three minutes. FILE gets the "
+            "results and the versions, without paths or names.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check this machine: package versions, devices, storage, and whether the compute kernels give correct results."""
+    if gpu_report is not None:
+        from lean.cli.gpu_report import gpu_report as report_gpu
+
+        if build or json:
+            raise UserError("--gpu-report goes alone: leave out --build and --json")
+        if not report_gpu(gpu_report):
+            raise typer.Exit(1)
+        return
     from lean.cli.doctor import build_kernels, doctor_report, examine
 
     findings = []
@@ -65,35 +82,10 @@ def _quiet_libraries() -> None:
     logging.basicConfig(level=logging.WARNING, format="lean: %(message)s", stream=sys.stderr)
 
 
-def main() -> None:
-    """Entry point: run the command. Print errors for the user as one line on stderr, and exit with their code."""
+def run_command() -> object:
+    """Run the command that the arguments name. Returns its exit code, if it gives one; raises its error.
+
+    `lean.cli.ending.run_to_end` turns the error into a line and an exit code.
+    """
     _quiet_libraries()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # for terminals that cannot show a character
-    try:
-        with interruptible():
-            code = app(prog_name="lean", standalone_mode=False)
-    except LeanError as error:
-        _exit(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    except Exception as error:
-        if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "t allocate memory" in str(error):
-            _exit("out of memory: lower --kv-memory, --max-model-len or --prefill-chunk, or use a smaller model", 1)
-        if not hasattr(error, "format_message"):  # not an error of the command line parser
-            raise
-        context = getattr(error, "ctx", None)
-        _exit(f"{error.format_message()} (see {context.command_path if context else 'lean'} --help)", 2)
-    if code == INTERRUPTED:
-        # Do not wait for the interpreter to exit: freeing torch's modules takes time, and the exit code becomes that of
-        # a signal if the interrupt passed through Python code that a C library called.
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        leave()
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _exit(message: str, code: int) -> NoReturn:
-    print(f"lean: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
+    return app(prog_name="lean", standalone_mode=False)

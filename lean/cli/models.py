@@ -122,7 +122,10 @@ def print_model_report(report: dict[str, Any]) -> None:
     for key, value in report.items():
         if key == "windows":
             value = f"{len(sliding)} of {len(windows)} layers: {sorted(set(sliding))}" if sliding else "none"
-        if not key.startswith("bytes"):
+        if key == "kv_layers":
+            own = len(set(value))
+            value = f"{own} of {len(value)} layers have K/V of their own" if own < len(value) else "all"
+        if not key.startswith("bytes") and key != "notes":
             facts.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
     console.print(facts)
     table = Table("KV format", "bytes per token", "vs bf16", "at 4,096 tokens", title="KV cache, all layers")
@@ -133,3 +136,5 @@ def print_model_report(report: dict[str, Any]) -> None:
             ratio = report["bytes_per_token"]["bf16"] / nbytes
             table.add_row(kv_dtype, f"{nbytes:,}", f"{ratio:.2f}x", mib(report["bytes_at_4096_tokens"][kv_dtype]))
     console.print(table)
+    for note in report["notes"]:
+        console.print(f"note: {note}", soft_wrap=True)

@@ -81,12 +81,12 @@ def run(
 
         if chat is False:
             raise UserError("--no-chat completes a text: give a PROMPT")
-        talk(_load(name, source, options, no_probe), options.sampling, stderr)
+        talk(_load(name, source, options, no_probe, chat), options.sampling, stderr)
         return
     text = _read_prompt(text)
     if not text:
         raise UserError(EMPTY_PROMPT)
-    _answer(_load(name, source, options, no_probe), text, chat, options, json)
+    _answer(_load(name, source, options, no_probe, chat), text, chat, options, json)
 
 
 def _given_prompt(prompt: str | None, prompt_option: str | None) -> str | None:
@@ -120,14 +120,22 @@ def _resolve(name: str, options: "Options") -> "ModelSource":
     return resolve(name, progress=True, trust_remote_code=options.engine.trust_remote_code)
 
 
-def _load(name: str, source: "ModelSource", options: "Options", no_probe: bool) -> "LLM":
+def _load(name: str, source: "ModelSource", options: "Options", no_probe: bool, chat: bool | None) -> "LLM":
     """The engine. Warns if the check of the KV format finds that it does not suit the model."""
-    from lean.probe import probe
+    from lean.text.template import prepare
+
+    if chat is not False:
+        prepare()
+    from lean.probe import NotProbed, probe
 
     llm = start(name, source, options)
     if not no_probe:
-        with stderr.status(Text(f"checking whether {options.engine.kv_dtype} suits this model")):
-            verdict = probe(llm)
+        try:
+            with stderr.status(Text(f"checking whether {options.engine.kv_dtype} suits this model")):
+                verdict = probe(llm)
+        except NotProbed as short:
+            stderr.print(f"note: {short}")
+            return llm
         if verdict is not None and verdict.warning:
             stderr.print(f"warning: {verdict.warning}")
     return llm
@@ -148,6 +156,8 @@ def _read_prompt(given: str | None) -> str:
         return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")  # a byte-order mark is not text
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:  # opened for writing alone, or its other end failed
+        raise UserError(f"cannot read standard input: {error.strerror or error}") from None
 
 
 def _answer(llm: "LLM", text: str, chat: bool | None, options: "Options", json: bool) -> None:
@@ -190,7 +200,7 @@ def _answer_file(name: str, prompts: Path, out: Path, options: "Options", chat: 
     if {row.id for row in rows} <= read_done(out, prompts):
         stderr.print(f"nothing to do: every row of {prompts} is already in {out}")
         return
-    llm = _load(name, _resolve(name, options), options, no_probe)
+    llm = _load(name, _resolve(name, options), options, no_probe, chat)
     summary = run_batch(llm, rows, out, options.sampling, chat, stderr)
     speed = f", {summary.tokens / summary.seconds:.1f} tokens/s" if summary.tokens else ""
     stderr.print(

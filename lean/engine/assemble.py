@@ -1,61 +1,42 @@
 """From a model and a configuration to the parts that an engine runs steps with."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
-from lean.cache.block_manager import BlockManager
-from lean.cache.kv_cache import KVCache
+from lean.cache.advice import Room, what_fits
 from lean.cache.plan import CachePlan, plan_cache
-from lean.cache.size import CacheSize, size_cache
+from lean.cache.size import CacheSize, DoesNotFit, size_cache
 from lean.config import EngineConfig
-from lean.device import cache_share, choose_device, free_bytes
-from lean.engine.decode_steps import CudaGraphs, keep_compiled_code
-from lean.engine.runner import Runner
+from lean.device import cache_share, choose_device, driver_free_bytes, free_bytes, passed_over
+from lean.engine.cuda_graphs import CudaGraphs, WaitsForDevice
+from lean.engine.decode_steps import keep_compiled_code
+from lean.engine.parts import Parts, bind
+from lean.engine.recordable import Recordable, recordable
 from lean.engine.selftest import try_layers, try_rotation
-from lean.errors import ConfigError
-from lean.kernels.ops import backend, is_recordable
+from lean.engine.working_memory import working_bytes
+from lean.errors import ConfigError, is_out_of_memory
+from lean.kernels.compiling import Compiled, compiled_kernels
+from lean.kernels.serving import Need, backend, needs_of
 from lean.model import rotary
 from lean.model.info import ModelInfo, inspect_model
 from lean.model.load import LoadedModel, load_model
 from lean.quant import raw_format
 from lean.store.source import ModelSource, resolve
+from lean.threads import fit_threads, use_threads
+from lean.units import mib
+
+fit_threads()  # once torch is loaded, before anything computes: what the program sets later is its own choice
 
 
-@dataclass
-class Parts:
-    """A model bound to a cache.
-
-    Attributes:
-        plan, size: which layers share which pools, and how many blocks every pool has.
-        manager: the accounting of blocks. cache: their tensors. runner: computes steps on both.
-        kernel_name: the kernels that serve attention.
-        notes: lines that the user should see.
-        cuda_graphs: whether decode steps are recorded. graph_bytes: memory that the records take.
-    """
-
-    config: EngineConfig
-    model: LoadedModel
-    plan: CachePlan
-    size: CacheSize
-    manager: BlockManager
-    cache: KVCache
-    runner: Runner
-    kernel_name: str
-    notes: list[str] = field(default_factory=list)
-    cuda_graphs: bool = False
-    graph_bytes: int = 0
-
-
-def bind(model: LoadedModel, config: EngineConfig, plan: CachePlan, size: CacheSize, kernel_name: str) -> Parts:
-    """Allocate the cache of ``plan`` and ``size`` for a loaded model. The kernels of ``kernel_name`` serve already."""
-    manager = BlockManager(size.rules, config.block_size)
-    cache = KVCache(plan, size, model.info.layers, model.device)
-    runner = Runner(model, cache, manager, config.deterministic)
-    return Parts(config, model, plan, size, manager, cache, runner, kernel_name)
-
-
-def assemble(model: str | ModelSource | LoadedModel, config: EngineConfig, *, progress: bool = False) -> Parts:
+def assemble(
+    model: str | ModelSource | LoadedModel,
+    config: EngineConfig,
+    *,
+    progress: bool = False,
+    on_compile: Callable[[str, Compiled], None] | None = None,
+) -> Parts:
     """Find and load the model where it is not loaded yet, plan and size its cache, bind both, and test them.
 
     Sizes are computed twice: before loading, to refuse early, and again from the memory that the weights left.
@@ -64,8 +45,7 @@ def assemble(model: str | ModelSource | LoadedModel, config: EngineConfig, *, pr
         UserError: the model or the configuration cannot be used. What the configuration and the machine decide is
             refused before weights are read.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    use_threads(config.threads)
     device = choose_device(config.device)
     if isinstance(model, LoadedModel):
         _check_loaded(model, config, device)
@@ -73,24 +53,65 @@ def assemble(model: str | ModelSource | LoadedModel, config: EngineConfig, *, pr
     else:
         if isinstance(model, str):
             model = resolve(model, progress=progress, trust_remote_code=config.trust_remote_code)
-        info = inspect_model(model, config)
-    kernel_name = _choose_kernels(device)
-    plan = plan_cache(info.layers, config, raw_format(info.dtype))
+        info = inspect_model(model, config, device)
+    if config.deterministic and info.states:
+        raise ConfigError(
+            f"{info.source.name}: --deterministic is not possible, as layers with states compute other bits when a "
+            "prompt is cut into other chunks: remove it"
+        )
+    plan = plan_cache(info.layers, config, raw_format(info.dtype), info.states)
+    needs = needs_of((layout for pool in plan.pools for layout in pool.layouts), info.dtype)
+    kernel_name = _choose_kernels(device, needs)
+    with compiled_kernels(on_compile) if kernel_name.startswith("Triton") else nullcontext() as compiled:
+        parts = _assemble(model, info, config, device, plan, needs, kernel_name)
+    if compiled is not None and compiled.kernels:
+        parts.notes.append(str(compiled))
+    return parts
+
+
+def _assemble(
+    model: ModelSource | LoadedModel,
+    info: ModelInfo,
+    config: EngineConfig,
+    device: torch.device,
+    plan: CachePlan,
+    needs: list[Need],
+    kernel_name: str,
+) -> Parts:
     if not isinstance(model, LoadedModel):
-        _size(plan, config, info, device)  # refuses early what can never fit
+        weights = info.gpu_bytes(info.quantization) if device.type == "cuda" else info.weight_bytes
+        _check_weights_fit(info, config, device, weights)
+        _size(plan, config, info, device, coming=weights)  # refuses early what can never fit
         model = load_model(info, device, config.deterministic)
-    size = _size(plan, config, info, device)
-    notes = [*info.notes, *plan.notes, *_length_notes(info, config, plan, size)]
-    # The rotary forward is replaced before the first step.
+    graphs = recordable(model, needs, kernel_name)
+    working = working_bytes(model, config, plan, kernel_name, graphs.rows_for(config) if graphs else 0)
+    size = _size(plan, config, info, device, working=working)
+    notes = passed_over(device) if config.device == "auto" else []
+    notes += [*info.notes, *plan.notes, *_length_notes(info, config, plan, size)]
+    # Replaced before the first step on this cache. The steps that measured memory ran the model's own.
     length = min(size.max_model_len, info.max_position_embeddings)
     notes += rotary.install(model.module, length, info.source.name)
-    parts = bind(model, config, plan, size, kernel_name)
-    parts.notes = notes
+    free = free_bytes(device)
+    try:
+        return _made_ready(bind(model, config, plan, size, kernel_name), graphs, notes, working)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # What is free is not all that can be had: suggest at most half of what was tried.
+    fits = what_fits(room(info, device, min(free, size.nbytes) // 2), config, config.max_model_len)
+    raise ConfigError(
+        f"out of memory while the KV cache of {mib(size.nbytes)} was set up, though {mib(free)} were free; {fits}"
+    )
+
+
+def _made_ready(parts: Parts, graphs: Recordable | None, notes: list[str], working: int) -> Parts:
+    """Run the first steps to test model and cache, and prepare decode steps."""
+    parts.notes, parts.working_bytes = notes, working
     try_layers(parts.runner, parts.manager)
-    if plan.window:
+    if parts.plan.window:
         rotation = try_rotation(parts.runner, parts.manager)
-        parts.runner.sink_rotary = rotation if plan.num_sink_tokens else None
-    _prepare_decode(parts)
+        parts.runner.sink_rotary = rotation if parts.plan.num_sink_tokens else None
+    prepare_decode(parts, graphs)
     return parts
 
 
@@ -107,17 +128,61 @@ def _check_loaded(model: LoadedModel, config: EngineConfig, device: torch.device
     model.check_weights(config.quantization, config.deterministic)
 
 
-def _choose_kernels(device: torch.device) -> str:
+def _choose_kernels(device: torch.device, needs: list[Need]) -> str:
     """Choose the kernels that serve from now on; returns their name. Raises ConfigError for unknown ones."""
     try:
-        return backend(device)
+        return backend(device, needs)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _size(plan: CachePlan, config: EngineConfig, info: ModelInfo, device: torch.device) -> CacheSize:
-    """Sizes by the memory that is free now."""
-    return size_cache(plan, config, info.max_position_embeddings, free_bytes(device), cache_share(device))
+def _size(
+    plan: CachePlan, config: EngineConfig, info: ModelInfo, device: torch.device, coming: int = 0, working: int = 0
+) -> CacheSize:
+    """Sizes by the memory that is free now.
+
+    coming: bytes of the weights, where they are not loaded yet. working: bytes to keep free for steps.
+
+    Raises ConfigError that ends with what would fit.
+    """
+    free = free_bytes(device) - working
+    left = free - coming
+    # On a CPU the weights are pages of their file, which the system drops where memory is short.
+    usable = left if device.type == "cuda" else free
+    try:
+        return size_cache(plan, config, info.max_position_embeddings, max(0, usable), cache_share(device))
+    except DoesNotFit as error:
+        fits = what_fits(room(info, device, left), config, config.max_model_len)
+        kept = f", beside {mib(working)} for steps" if working else ""
+        raise ConfigError(f"{error}{kept}; {fits}") from None
+
+
+def room(info: ModelInfo, device: torch.device, free: int) -> Room:
+    """What decides the size of a cache of this model, where ``free`` bytes of memory are free for it."""
+    config = info.config
+    # Of models that mix windows and full attention, some do not rotate the layers with full attention.
+    full = not any(layer.window for layer in info.layers)
+    rotates = bool(getattr(config, "rope_parameters", None)) and all(getattr(config, "no_rope_layers", None) or ())
+    dtype_format, limit = raw_format(info.dtype), info.max_position_embeddings
+    return Room(info.layers, dtype_format, limit, max(0, free), cache_share(device), full and rotates, info.states)
+
+
+def _check_weights_fit(info: ModelInfo, config: EngineConfig, device: torch.device, needed: int) -> None:
+    """Raise ConfigError for weights of ``needed`` bytes that do not fit into the free memory, before they are read."""
+    free = free_bytes(device)
+    if needed <= free:
+        return
+    fits = []
+    plain = needed == info.weight_bytes
+    if plain and info.dtype.itemsize > 2 and needed // info.dtype.itemsize * 2 <= free:
+        fits.append("--dtype bfloat16")
+    smaller = device.type == "cuda" and not (config.quantization or config.deterministic)
+    if smaller and info.quantizable.weights and info.dtype is not torch.float64 and info.gpu_bytes("bnb-4bit") <= free:
+        fits.append("--quantization bnb-4bit")
+    raise ConfigError(
+        f"the weights of {info.source.name} take {mib(needed)}, but {mib(free)} are free: use "
+        f"{''.join(f'{option}, or ' for option in fits)}a smaller model, or free some memory"
+    )
 
 
 def _length_notes(info: ModelInfo, config: EngineConfig, plan: CachePlan, size: CacheSize) -> list[str]:
@@ -134,25 +199,29 @@ def _length_notes(info: ModelInfo, config: EngineConfig, plan: CachePlan, size: 
     return notes
 
 
-def _prepare_decode(parts: Parts) -> None:
+def prepare_decode(parts: Parts, graphs: Recordable | None) -> None:
     """Compile or record the decode steps where the configuration and the device ask for it. Raises ModelError."""
-    config, device = parts.config, parts.model.device
-    parts.cuda_graphs = not config.enforce_eager and is_recordable(device)
-    if device.type == "cuda" and not (parts.cuda_graphs or config.enforce_eager):
-        parts.notes.append(f"no CUDA graphs with these kernels ({parts.kernel_name}): decode steps run eagerly")
-    if not (config.compile or parts.cuda_graphs):
+    config, device, seconds = parts.config, parts.model.device, 0.0
+    if graphs is not None and (rows := graphs.rows_for(config)):
+        free = driver_free_bytes(device)
+        try:
+            seconds = _prepare(parts, rows, CudaGraphs(device))
+        except WaitsForDevice as error:
+            graphs = Recordable(0, str(error))
+        else:
+            parts.cuda_graphs, parts.graph_bytes = True, max(0, free - driver_free_bytes(device))
+    parts.notes += graphs.notes(config) if graphs is not None else []
+    if not config.compile:
         return
-    free = free_bytes(device)
-    seconds = parts.runner.prepare_decode(
-        config.max_num_seqs,
-        parts.size.max_model_len,
-        "inductor" if config.compile else None,
-        CudaGraphs(device) if parts.cuda_graphs else None,
+    if not parts.cuda_graphs:
+        seconds = _prepare(parts, config.max_num_seqs, None)
+    parts.notes.append(
+        f"compiling decode steps of up to {config.max_num_seqs} sequences took {seconds:.0f} s; "
+        f"the compiled code is kept for the next run in {keep_compiled_code()}"
     )
-    if parts.cuda_graphs:
-        parts.graph_bytes = max(0, free - free_bytes(device))
-    if config.compile:
-        parts.notes.append(
-            f"compiling decode steps of up to {config.max_num_seqs} sequences took {seconds:.0f} s; "
-            f"the compiled code is kept for the next run in {keep_compiled_code()}"
-        )
+
+
+def _prepare(parts: Parts, max_num_seqs: int, record: CudaGraphs | None) -> float:
+    """See `Runner.prepare_decode`."""
+    backend = "inductor" if parts.config.compile else None
+    return parts.runner.prepare_decode(max_num_seqs, parts.size.max_model_len, backend, record)

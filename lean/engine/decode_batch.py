@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
+from lean.cache.block_manager import NULL_BLOCK
+from lean.cache.states import StateSlots
 from lean.cache.tables import block_table, slots
 from lean.kernels.layout import blocks_for
 from lean.model.attention import AttentionBatch
-from lean.model.rotary import SinkRotary, SinkTurn
+from lean.model.mixers import StateGroup
+from lean.model.sink_turn import SinkRotary, SinkTurn
 
 if TYPE_CHECKING:
     from lean.cache.block_manager import BlockManager
@@ -65,13 +68,16 @@ class DecodeBatch:
         dtype: torch.dtype,
         sink_rotary: SinkRotary | None,
     ) -> None:
-        """``dtype``: of the queries. ``sink_rotary``: where sinks stay visible beyond a window."""
+        """``dtype``: of the queries. ``sink_rotary``: where sinks stay visible beyond a window.
+
+        ``width``: blocks in a sequence's row of the block tables.
+        """
         self._manager, self._device, self._rotary = manager, device, sink_rotary
         self.max_num_seqs = max_num_seqs
         # A bounded pool's table is as wide as the others: columns are positions, and evicted ones name the null block.
         most = blocks_for(max_model_len, manager.block_size)
-        self._width = min(most, blocks_for(FIRST_REACH, manager.block_size))
-        self.grows = self._width < most
+        self.width = min(most, blocks_for(FIRST_REACH, manager.block_size))
+        self.grows = self.width < most
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> _Buffer:
             return _Buffer(shape, dtype, device)
@@ -80,6 +86,8 @@ class DecodeBatch:
         self._starts = buffer(max_num_seqs + 1, dtype=torch.int32)
         self._lens = buffer(max_num_seqs, dtype=torch.int32)
         self._slots = [buffer(max_num_seqs) for _ in manager.pools]
+        self.has_states = manager.slots is not None
+        self._states = [buffer(max_num_seqs)] if self.has_states else []
         self._turn: list[_Buffer] = []
         if sink_rotary is not None:
             wide = torch.promote_types(dtype, torch.float32)
@@ -87,29 +95,38 @@ class DecodeBatch:
         self._make_tables()
 
     def _make_tables(self) -> None:
-        shape = self.max_num_seqs, self._width
+        shape = self.max_num_seqs, self.width
         self._tables = [_Buffer(shape, torch.int32, self._device) for _ in self._manager.pools]
 
     def reserve(self, num_tokens: int) -> bool:
         """Make block tables wide enough for ``num_tokens``. True: they are new, and earlier inputs are invalid."""
         blocks = blocks_for(num_tokens, self._manager.block_size)
-        if blocks <= self._width:
+        if blocks <= self.width:
             return False
-        while self._width < blocks:
-            self._width *= 2
+        while self.width < blocks:
+            self.width *= 2
         self._make_tables()
         return True
 
-    def inputs(self, rows: int) -> DecodeInputs:
-        """The first ``rows`` rows of the fixed tensors."""
-        tables = tuple(table.tensor[:rows] for table in self._tables)
-        if self.grows:
+    def width_for(self, num_tokens: int, least: int) -> int:
+        """Blocks of the narrowest tables for ``num_tokens``: ``least`` tokens, four times as many, and so on."""
+        while least < num_tokens:
+            least *= 4
+        return min(self.width, blocks_for(least, self._manager.block_size))
+
+    def inputs(self, rows: int, width: int, varies: bool = False) -> DecodeInputs:
+        """The first ``rows`` rows of the fixed tensors, and of their block tables the first ``width`` columns.
+
+        varies: the same compiled step takes tables of other widths, too.
+        """
+        tables = tuple(table.tensor[:rows, :width] for table in self._tables)
+        if varies:
             for table in tables:
                 torch._dynamo.mark_dynamic(table, 1)
         turn = None
         if self._rotary is not None:
             cos, sin = (part.tensor[:rows] for part in self._turn)
-            turn = SinkTurn(cos, sin, self._rotary.pairs)
+            turn = SinkTurn(cos, sin, self._rotary.layers)
         ids, positions = self._ids.tensor[:rows], self._positions.tensor[:rows]
         batch = AttentionBatch(
             query_start_loc=self._starts.tensor[: rows + 1],
@@ -118,6 +135,7 @@ class DecodeBatch:
             slot_mapping=tuple(buffer.tensor[:rows] for buffer in self._slots),
             block_tables=tables,
             sink_turn=turn,
+            states=tuple(StateGroup(slice(0, rows), rows, StateSlots(part.tensor[:rows])) for part in self._states),
         )
         return DecodeInputs(ids[None], positions[None], batch)
 
@@ -143,11 +161,14 @@ class DecodeBatch:
                 tables.values[own, : table.shape[1]] = table
                 tables.values[own, table.shape[1] :] = 0
                 buffer.values[own] = slots(table, lines, self._positions.values[own], self._manager.block_size)
+        for buffer in self._states:
+            buffer.values[own] = [self._manager.slot(seq_id) for seq_id in seq_ids]
+            buffer.values[rest] = NULL_BLOCK
         if self._rotary is not None:
             turn = self._rotary.back(torch.tensor(shifts, dtype=torch.long), torch.device("cpu"))
             for part, values, still in zip(self._turn, (turn.cos, turn.sin), (1, 0)):
                 part.values[own] = values.numpy()
                 part.values[rest] = still
         self._starts.send(rows + 1)
-        for part in (self._ids, self._positions, self._lens, *self._slots, *self._tables, *self._turn):
+        for part in (self._ids, self._positions, self._lens, *self._slots, *self._tables, *self._turn, *self._states):
             part.send(rows)

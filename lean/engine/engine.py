@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
+from lean.cache.advice import what_fits
 from lean.cache.usage import CacheUse, cache_use, occupancy
-from lean.engine.assemble import Parts
+from lean.device import free_bytes
+from lean.engine.assemble import room
 from lean.engine.mailbox import Mailbox
 from lean.engine.outputs import next_output, tokenless_output
-from lean.engine.request import FinishReason, Request, RequestOutput, check_token_ids
+from lean.engine.parts import Parts
+from lean.engine.request import FinishReason, Request, RequestOutput, read_token_ids
 from lean.engine.runner import StepResult
 from lean.engine.sampler import Sampler
-from lean.engine.scheduler import Chunk, Scheduler
+from lean.engine.scheduler import Chunk, PromptTooLong, Scheduler
 from lean.errors import RequestError
 from lean.sampling_params import SamplingParams
 from lean.text.detokenizer import Detokenizer
@@ -63,20 +66,19 @@ class Engine:
         """Queue token ids; returns the request's id. Waits for a step that is running in another thread.
 
         Args:
+            prompt_token_ids: integers, see `lean.engine.request.read_token_ids`.
             collects: the caller fetches the outputs with `collect`, and calls `forget` at the end. False: they go to
                 `step_outputs`.
             keep_hidden: for scoring: sample nothing, return the last hidden state of every token.
             keep_cache: keep the K/V in the cache after the end, until `release` or until their memory is needed, for
                 a request that continues this one.
-            continues: the id of such a request; the common beginning is not computed again.
+            continues: the id of such a request; the common beginning is not computed again. A model with states
+                computes all again unless the new prompt begins with every token in the cache.
 
         Raises:
             RequestError: the request can never be served.
         """
-        if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, Sequence):
-            raise RequestError(f"a prompt is text or a list of token ids, not {type(prompt_token_ids).__name__}")
-        ids = list(prompt_token_ids)
-        check_token_ids(ids, self.model.vocab_size)
+        ids = read_token_ids(prompt_token_ids, self.model.vocab_size)
         params = self._resolve(params or SamplingParams(), len(ids))
         if params.prompt_logprobs is not None and max(ids, default=0) >= self.model.token_limit:
             raise RequestError(f"token id {max(ids)} is padding of the vocabulary and has no log-probability")
@@ -90,11 +92,21 @@ class Engine:
             first = family[0]
             first.siblings = family[1:]
             first.keep_cache, first.continues = keep_cache, continues
-            self.scheduler.add(first)
+            try:
+                self.scheduler.add(first)
+            except PromptTooLong as error:
+                raise RequestError(f"{error}; shorten the prompt; {self.longer(error.wanted)}") from None
             self.requests[first.request_id] = family
             if collects:
                 self.mailbox.open(first.request_id)
         return first.request_id
+
+    def longer(self, wanted: int) -> str:
+        """The options with which sequences of ``wanted`` tokens, more than max_model_len, would fit."""
+        parts = self.parts
+        # The cache's own memory is free for another one.
+        free = free_bytes(self.model.device) + parts.size.nbytes - parts.working_bytes
+        return what_fits(room(self.model.info, self.model.device, free), self.config, wanted)
 
     def _resolve(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
         """Fill what is None from the model's defaults, and end with the model's length."""
@@ -134,13 +146,13 @@ class Engine:
                 self.scheduler.advance(chunk)
             else:
                 self._fail(chunk)
-        for chunk, hidden, logits, scored, finite in zip(chunks, *result):  # StepResult's fields, in their order
+        for chunk, hidden, samples, scored, finite in zip(chunks, *result):  # StepResult's fields, in their order
             if not finite:
                 continue
             chunk.request.prompt_logprobs += scored
-            if logits is not None:
-                for request in self.scheduler.fork(chunk.request):
-                    self._emit(request, next_output(request, logits, self.model.eos_token_ids))
+            if chunk.draws:
+                for request, sample in zip(self.scheduler.fork(chunk.request), samples):
+                    self._emit(request, next_output(request, sample, self.model.eos_token_ids))
             elif chunk.request.keep_hidden:
                 self._emit_hidden(chunk, hidden)
 

@@ -3,21 +3,19 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-import torch
-
+from lean.engine.logprobs import token_logprobs
 from lean.engine.request import FinishReason, Request, RequestOutput
-from lean.engine.sampler import token_logprobs
+from lean.engine.sampling import Sample
 
 
-def next_output(request: Request, logits: torch.Tensor, eos_token_ids: Collection[int]) -> RequestOutput:
-    """Sample a sequence's next token from ``logits`` [vocab], and append it to the request.
+def next_output(request: Request, sample: Sample, eos_token_ids: Collection[int]) -> RequestOutput:
+    """Append a sequence's next token to the request.
 
     The output has a finish_reason where the sequence ends; the caller then removes the request.
     """
-    assert request.sampler is not None
     assert request.detokenizer is not None
     params = request.params
-    token = request.sampler.sample(logits)
+    token = sample.token
     request.output_token_ids.append(token)
     reason: FinishReason | None = None
     if token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos):
@@ -31,7 +29,9 @@ def next_output(request: Request, logits: torch.Tensor, eos_token_ids: Collectio
         reason = "stop"
     elif reason is not None:
         text += request.stop_strings.finish()
-    logprobs = None if params.logprobs is None else token_logprobs(logits[None], [token], params.logprobs)
+    logprobs = None
+    if params.logprobs is not None and sample.measured is not None:
+        logprobs = token_logprobs(sample.measured[None], params.logprobs)
     first = len(request.output_token_ids) == 1 and params.prompt_logprobs is not None
     return RequestOutput(
         request.request_id,

@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy
 import torch
 
-from lean.errors import RequestError, one_line
+from lean.errors import RequestError, shown
 from lean.sampling_params import SamplingParams
 from lean.text.detokenizer import Detokenizer
 from lean.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from lean.engine.sampler import Sampler, TokenLogprob
+    from lean.engine.logprobs import TokenLogprob
+    from lean.engine.sampler import Sampler
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-def check_token_ids(token_ids: Sequence[object], vocab_size: int) -> None:
-    """Raise RequestError unless every entry is an integer from 0 to ``vocab_size`` - 1, the rows of the embedding."""
-    for token in token_ids:
+def read_token_ids(given: Any, vocab_size: int) -> list[int]:
+    """Token ids as a caller gives them, as a list of Python's integers.
+
+    Args:
+        given: a sequence of integers (list, tuple, range, ``array.array``; numpy's integers count as integers), or a
+            numpy array or torch tensor of integers with one dimension.
+        vocab_size: rows of the embedding.
+
+    Raises:
+        RequestError: text, bytes, a set, a generator or another object; an array of more dimensions; an entry that is
+            no integer (a bool, a float, text, a list, a tensor), or not from 0 to ``vocab_size`` - 1.
+    """
+    kind = type(given).__name__
+    if isinstance(given, (numpy.ndarray, torch.Tensor)):
+        if given.ndim != 1:
+            raise RequestError(f"a prompt is one list of token ids, not a {kind} with {given.ndim} dimensions")
+        ids = given.tolist()
+    elif isinstance(given, (str, bytes, bytearray, memoryview)) or not isinstance(given, (Sequence, array)):
+        raise RequestError(f"a prompt is text or a list of token ids, not {kind}")
+    else:
+        ids = [int(token) if isinstance(token, numpy.integer) else token for token in given]
+    for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise RequestError(f"token id {one_line(repr(token), 40)}: must be an integer from 0 to {vocab_size - 1}")
+            raise RequestError(f"token id {shown(token, 40)}: must be an integer from 0 to {vocab_size - 1}")
+    return ids
 
 
 @dataclass(eq=False)

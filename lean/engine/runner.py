@@ -12,16 +12,22 @@ import torch
 from lean.cache.block_manager import BlockManager
 from lean.cache.kv_cache import KVCache
 from lean.cache.tables import block_table, slots
-from lean.engine.decode_steps import DecodeBatch, DecodeSteps, Step
+from lean.engine.cuda_graphs import Recorder
+from lean.engine.decode_batch import DecodeBatch
+from lean.engine.decode_steps import DecodeSteps
 from lean.engine.deterministic import RowTiledProducts
+from lean.engine.host import send
+from lean.engine.logprobs import TokenLogprob, measure, token_logprobs
 from lean.engine.onednn import favours_single_row, onednn_as_it_is, single_row_products
-from lean.engine.sampler import TokenLogprob, token_logprobs
+from lean.engine.request import Request
+from lean.engine.sampling import Sample, Turn, sample
 from lean.engine.scheduler import Chunk
 from lean.kernels.layout import sink_shift
 from lean.kernels.reference import read_slots
 from lean.model.attention import AttentionBatch, Observer
 from lean.model.load import LoadedModel
-from lean.model.rotary import SinkRotary, SinkTurn
+from lean.model.mixers import StateGroup, state_groups
+from lean.model.sink_turn import SinkRotary, SinkTurn
 
 
 class StepResult(NamedTuple):
@@ -29,14 +35,14 @@ class StepResult(NamedTuple):
 
     Attributes:
         hidden: the last hidden states of each chunk's rows, [rows, hidden_size].
-        logits: float32 (float64 for a float64 model) [vocab] after the chunk's last row, ids beyond the tokenizer's
-            at -inf; None for a chunk that draws no token.
+        samples: the next token of the chunk's request, and of each of its siblings that wait for it; empty for a chunk
+            that draws no token.
         prompt_logprobs: of the prompt's tokens that the chunk's rows predict; empty where not requested.
         finite: whether all hidden states and logits of the chunk are finite numbers.
     """
 
     hidden: Sequence[torch.Tensor]
-    logits: Sequence[torch.Tensor | None]
+    samples: Sequence[Sequence[Sample]]
     prompt_logprobs: Sequence[Sequence[TokenLogprob | None]]
     finite: Sequence[bool]
 
@@ -44,6 +50,21 @@ class StepResult(NamedTuple):
 def finite_rows(rows: torch.Tensor) -> torch.Tensor:
     """bool [n]: whether rows [n, dim] hold finite numbers only. 20 times faster than testing every number."""
     return rows.amax(-1).isfinite() & rows.amin(-1).isfinite()  # a NaN is both extremes
+
+
+def _turns(request: Request, row: int) -> list[Turn]:
+    """The request, and siblings that start as its forks, draw from the same row of logits."""
+    family = [request, *request.siblings]
+    return [Turn(one.sampler, row, one.params.logprobs) for one in family if one.sampler is not None]
+
+
+def _prompt_logprobs(chunk: Chunk, measured: Sequence[numpy.ndarray]) -> list[TokenLogprob | None]:
+    """What `_measure_prompt` found, with the None of the prompt's first token before its own."""
+    request = chunk.request
+    found: list[TokenLogprob | None] = [] if request.prompt_logprobs else [None]
+    for part in measured:
+        found += token_logprobs(part, request.params.prompt_logprobs or 0)
+    return found
 
 
 class Runner:
@@ -68,8 +89,12 @@ class Runner:
     @contextmanager
     def _products(self, rows: int) -> Iterator[None]:
         """Selects how ``rows`` rows are multiplied with the weights."""
-        with self._matmul_backend(rows), RowTiledProducts() if self._deterministic else nullcontext():
+        with self._matmul_backend(rows), self._row_bits():
             yield
+
+    def _row_bits(self) -> AbstractContextManager:
+        """In deterministic mode, what is computed for a row does not depend on the other rows."""
+        return RowTiledProducts() if self._deterministic else nullcontext()
 
     @torch.inference_mode()
     def prepare_decode(
@@ -77,7 +102,7 @@ class Runner:
         max_num_seqs: int,
         max_model_len: int,
         backend: str | Callable | None,
-        record: Callable[[Step], Step] | None,
+        record: Recorder | None,
     ) -> float:
         """From now on run decode steps of up to ``max_num_seqs`` sequences compiled by torch.compile's ``backend``,
         recorded, or both. Returns the seconds that this took. Raises ModelError where the model allows neither."""
@@ -118,6 +143,9 @@ class Runner:
             table = block_table(manager, seq_ids, pool_id)
             block_tables.append(torch.from_numpy(table).to(device))
             slot_mapping.append(torch.from_numpy(slots(table, rows, positions, manager.block_size)).to(device))
+        groups: tuple[StateGroup, ...] = ()
+        if manager.slots is not None:
+            groups = state_groups(chunks, [manager.slot(seq_id) for seq_id in seq_ids], device)
         turn, shifts = None, self._shifts(positions.tolist())
         if self.sink_rotary is not None and any(shifts):
             turn = self._turn(self.sink_rotary.back(torch.tensor(shifts), device))
@@ -129,6 +157,7 @@ class Runner:
             block_tables=tuple(block_tables),
             sink_turn=turn,
             observer=observer,
+            states=groups,
         )
 
     def _turn(self, turn: SinkTurn) -> SinkTurn:
@@ -138,57 +167,73 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, chunks: list[Chunk]) -> StepResult:
-        """Compute a step. Writes nothing but the cache: after an error the same chunks can be computed again."""
+        """Compute a step, and read all that the host needs of it at once.
+
+        Writes nothing but the cache and, when nothing can fail any more, the tokens into their samplers: after an error
+        the same chunks can be computed again.
+        """
         hidden = self.run(chunks)
         rows = hidden.split([chunk.end - chunk.start for chunk in chunks])
         drawing = [index for index, chunk in enumerate(chunks) if chunk.draws]
-        limit = self.model.token_limit
-        logits = self.logits(torch.cat([rows[index][-1:] for index in drawing])) if drawing else hidden[:0]
-        logits[:, limit:] = -torch.inf
-        # One tensor, read once: each read on the host waits for the device.
-        flags = iter(torch.cat([finite_rows(logits[:, :limit]), finite_rows(hidden)]).tolist())
-        drawn = {index: (row, next(flags)) for index, row in zip(drawing, logits)}
-        finite = [
-            all([*itertools.islice(flags, len(own))]) and (index not in drawn or drawn[index][1])
-            for index, own in enumerate(rows)
-        ]
-        scored = [
-            self._prompt_logprobs(chunk, own) if ok and chunk.request.params.prompt_logprobs is not None else ()
-            for chunk, own, ok in zip(chunks, rows, finite)
-        ]
-        return StepResult(rows, [drawn[i][0] if i in drawn else None for i in range(len(rows))], scored, finite)
+        logits = self._token_logits(torch.cat([rows[index][-1:] for index in drawing]) if drawing else hidden[:0])
+        scoring = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.request.params.prompt_logprobs is not None]
+        measured = [self._measure_prompt(chunk, rows[i]) for i, chunk in scoring]
+        flags = torch.cat([finite_rows(logits[:, : self.model.token_limit]), finite_rows(hidden)])
+        turns = [turn for row, index in enumerate(drawing) for turn in _turns(chunks[index].request, row)]
+        with self._row_bits():
+            drawn, others = sample(logits, turns, [flags, *itertools.chain(*measured)])
+        samples = iter(drawn)
+        found = {index: [*itertools.islice(samples, 1 + len(chunks[index].request.siblings))] for index in drawing}
+        good = iter(others[0].astype(bool).tolist())
+        drawn_from = {index: next(good) for index in drawing}
+        finite = [all([*itertools.islice(good, len(own)), drawn_from.get(i, True)]) for i, own in enumerate(rows)]
+        parts = iter(others[1:])
+        scored = {i: [*itertools.islice(parts, len(own))] for (i, _), own in zip(scoring, measured)}
+        return StepResult(
+            rows,
+            [found.get(index, []) for index in range(len(chunks))],
+            [_prompt_logprobs(chunk, scored[i]) if finite[i] and i in scored else () for i, chunk in enumerate(chunks)],
+            finite,
+        )
 
-    def _prompt_logprobs(self, chunk: Chunk, hidden: torch.Tensor) -> Sequence[TokenLogprob | None]:
-        """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict.
+    def _token_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] with those that belong to no token at -inf."""
+        logits = self.logits(hidden) if len(hidden) else hidden.new_zeros(0, self.model.vocab_size)
+        logits[:, self.model.token_limit :] = -torch.inf
+        return logits
+
+    def _measure_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict, see `measure`.
 
         A request that is computed again after a preemption keeps those it has.
         """
-        request, limit = chunk.request, self.model.token_limit
-        prompt, known = request.prompt_token_ids, len(request.prompt_logprobs)
-        found: list[TokenLogprob | None] = [] if known else [None]  # nothing predicts the first token
-        first = known + len(found)
-        targets = prompt[first : chunk.end + 1]
+        request = chunk.request
+        first = max(1, len(request.prompt_logprobs))  # nothing predicts the first token
+        targets = send(request.prompt_token_ids[first : chunk.end + 1], torch.long, hidden.device)
+        start, top = first - 1 - chunk.start, request.params.prompt_logprobs or 0
+        found = []
         for part in self.model.logit_slices(len(targets)):
-            start = first - 1 - chunk.start
-            logits = self.logits(hidden[start + part.start : start + part.stop])
-            logits[:, limit:] = -torch.inf
-            found += token_logprobs(logits, targets[part], request.params.prompt_logprobs or 0)
+            logits = self._token_logits(hidden[start + part.start : start + part.stop])
+            with self._row_bits():
+                found.append(measure(logits, targets[part], top))
         return found
 
     @torch.inference_mode()
     def run(self, chunks: list[Chunk], observer: Observer | None = None) -> torch.Tensor:
         """Write the chunks' K/V. Returns the last hidden state of every row, [num_tokens, hidden_size]."""
-        self.cache.copy(self._manager.copies)
-        self._manager.copies.clear()
+        self.cache.make_copies(self._manager)
         steps = self.decode_steps
         if steps is not None and observer is None and not self.position_offset and steps.takes(chunks):
             with self._matmul_backend(len(chunks)):  # row tiles are part of a compiled step
                 return steps.run(chunks, self._shifts([chunk.start for chunk in chunks]))
-        batch = self.batch(chunks, observer)
-        ids = [token for chunk in chunks for token in chunk.token_ids]
-        with self._products(len(ids)):
+        return self.compute([token for chunk in chunks for token in chunk.token_ids], self.batch(chunks, observer))
+
+    @torch.inference_mode()
+    def compute(self, token_ids: list[int], batch: AttentionBatch) -> torch.Tensor:
+        """Write the K/V of a batch's tokens, without a graph. Returns hidden states [num_tokens, hidden_size]."""
+        with self._products(len(token_ids)):
             return self.model.hidden(
-                torch.tensor([ids], device=self.model.device),
+                torch.tensor([token_ids], device=self.model.device),
                 batch.positions[None] + self.position_offset,
                 attention_batch=batch,
                 kv_cache=self.cache,

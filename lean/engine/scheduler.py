@@ -17,6 +17,15 @@ from lean.engine.request import FinishReason, Request
 from lean.errors import EMPTY_PROMPT, EngineError, RequestError
 
 
+class PromptTooLong(RequestError):
+    """The prompt and its answer are longer than any sequence may be. ``wanted``: tokens that would be enough."""
+
+    def __init__(self, prompt: int, limit: int, keep_hidden: bool) -> None:
+        self.wanted = prompt + (not keep_hidden)
+        what = "it" if keep_hidden else "prompt and answer"
+        super().__init__(f"the prompt has {prompt} tokens, and max-model-len is {limit} for {what}")
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Tokens start .. end - 1 of one request, all of them new to the cache.
@@ -76,23 +85,16 @@ class Scheduler:
         if prompt == 0:
             raise RequestError(EMPTY_PROMPT)
         if prompt + (not request.keep_hidden) > limit:
-            longest = self._size.model_max_len
-            what_to_do = "the model's maximum: shorten the prompt, or set --window"
-            if limit < longest:
-                what_to_do = f"the model allows {longest}: raise --max-model-len or --kv-memory, or shorten the prompt"
-            raise RequestError(
-                f"the prompt has {prompt} tokens, and max-model-len is {limit} for prompt and answer; {what_to_do}"
-            )
+            raise PromptTooLong(prompt, limit, request.keep_hidden)
         if self._unbounded is not None:
             # Bounded pools have blocks for max_num_seqs sequences.
-            need, blocks = (
-                self._manager.blocks_for(request.max_num_tokens),
-                self._size.rules[self._unbounded].num_blocks,
-            )
+            size, blocks = self._manager.block_size, self._size.rules[self._unbounded].num_blocks
+            need = self._manager.blocks_for(request.max_num_tokens)
             if need > blocks:
+                room = blocks * size + 1 - prompt
                 raise RequestError(
-                    f"the request may need {need} cache blocks of {self._manager.block_size} tokens, "
-                    f"but there are only {blocks}: lower --max-tokens, or raise --kv-memory or --num-blocks"
+                    f"the request may need {need} cache blocks of {size} tokens, but there are only {blocks}: lower "
+                    f"--max-tokens to at most {room}, or raise --kv-memory or --num-blocks"
                 )
         self.waiting.append(request)
 
@@ -121,7 +123,7 @@ class Scheduler:
     def _reusable(self, request: Request) -> int:
         """Number of leading tokens that the continued sequence has in the cache; at least one is left to compute.
 
-        0 where every row of the prompt must be computed.
+        0 where every row of the prompt must be computed, and where states hold more than these tokens.
         """
         tokens = self.kept.get(request.continues) if request.continues is not None else None
         if tokens is None or request.continues is None:
@@ -129,7 +131,8 @@ class Scheduler:
         if request.keep_hidden or request.params.prompt_logprobs is not None:
             return 0
         held = self._manager.num_tokens(request.continues)
-        return min(common_prefix(tokens, request.tokens(0, request.num_tokens)), held, request.num_tokens - 1)
+        known = min(common_prefix(tokens, request.tokens(0, request.num_tokens)), held, request.num_tokens - 1)
+        return known if self._manager.slots is None or known == held else 0
 
     def _admit_one(self) -> bool:
         """Move the first waiting request to the running ones, if there is room."""
@@ -207,9 +210,12 @@ class Scheduler:
         self.num_preemptions += 1
 
     def take_back(self, chunks: Iterable[Chunk]) -> None:
-        """The step of these chunks failed: give their blocks back, so that they can be scheduled again."""
+        """The step of these chunks failed: give their blocks back, so that they can be scheduled again.
+
+        Sequences with states begin anew: the step may have changed some of them.
+        """
         for chunk in chunks:
-            self._manager.truncate(chunk.request.seq_id, chunk.start)
+            self._resume_at(chunk.request, chunk.start)
 
     def advance(self, chunk: Chunk) -> None:
         """The chunk has been computed: count it, and free the blocks that no later token can see."""

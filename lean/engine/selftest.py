@@ -9,14 +9,17 @@ from lean.cache.kv_cache import LayerCache
 from lean.engine.request import Request
 from lean.engine.runner import Runner
 from lean.engine.scheduler import Chunk
-from lean.errors import ModelError, one_line
+from lean.errors import ModelError, is_out_of_memory, one_line
 from lean.model.attention import LayerInputs
-from lean.model.rotary import SinkRotary
+from lean.model.rotary import all_frequencies
+from lean.model.shapes import other_calls
+from lean.model.sink_turn import Pairing, SinkRotary, pairings
 from lean.sampling_params import SamplingParams
 
 _SEQ_ID = -1  # no request has it
 _NUM_TOKENS = 2
-_POSITION, _SHIFT = 1000, 700
+_POSITION = 1000  # of queries that are turned back
+_FEW_POSITIONS = 20  # the same where no rotation is known: positions may be learned, and few
 
 
 class _CountedLayers(dict[int, LayerCache]):
@@ -45,7 +48,7 @@ def try_layers(runner: Runner, manager: BlockManager) -> None:
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         raise ModelError(f"{name}: cannot run on lean's cache: {one_line(error)}") from error
     finally:
@@ -53,39 +56,57 @@ def try_layers(runner: Runner, manager: BlockManager) -> None:
         manager.free(probe.seq_id)
     for layer in layers:
         if calls.count[layer] != 1:
-            raise ModelError(
-                f"{name}: layer {layer} calls attention {calls.count[layer]} times per step; lean supports one call"
-            )
+            raise ModelError(f"{name}: {other_calls(layer, calls.count[layer])}")
 
 
 def try_rotation(runner: Runner, manager: BlockManager) -> SinkRotary:
-    """The rotation that turns queries back for the sinks, tested on every full-attention layer.
+    """The rotation that turns queries back for the sinks, found by trying every layer with full attention.
 
     Without attention's output a query depends on its position through its rotation only: the query at position p,
-    turned back by e, must equal the query at p - e. Models with learned positions, layers without rotation and unknown
-    pairings of dims fail this test.
+    turned back by e, must equal the query at p - e. Models with learned positions and unknown rotations fail this test.
 
     Raises:
         ModelError: this model cannot run with a window.
     """
     info = runner.model.info
-    rotation = SinkRotary.of(runner.model.module, info.source.name)
-    there = _lone_queries(runner, manager, _POSITION)
-    back = _lone_queries(runner, manager, _POSITION - _SHIFT)
+    name, layers = info.source.name, [layer for layer, shape in enumerate(info.layers) if not shape.window]
+    tables = all_frequencies(runner.model.module)
+    nothing = torch.zeros(0, dtype=torch.float64)  # the frequencies of a model without positions
+    position = min(_POSITION if tables else _FEW_POSITIONS, info.max_position_embeddings - 1)
+    shift = 7 * position // 10
+    there = _lone_queries(runner, manager, position)
+    back = _lone_queries(runner, manager, position - shift)
     # Angles are exact; the model's norms and products round differently from position to position by a few units only.
     tolerance = max(2e-4, 16 * torch.finfo(info.dtype).eps)
-    for layer, shape in enumerate(info.layers):
-        found, want = (
-            rotation.back(torch.full((len(there[layer]),), _SHIFT), there[layer].device)(there[layer]),
-            back[layer],
-        )
-        error = float((found - want).abs().max() / want.abs().max())
-        if not shape.window and not error <= tolerance:
-            raise ModelError(
-                f"{info.source.name}: the position encoding of layer {layer} is not a rotation that lean can turn back "
-                f"(relative error {error:.2g}), so the model cannot run with --window"
-            )
-    return rotation
+    failure = (-1, 0.0)  # of the table that serves most layers
+    for inv_freq in tables or [nothing]:
+        found: dict[int, Pairing | None] = {}
+        for layer in layers:
+            errors = [
+                (_turn_error(inv_freq, pairing, shift, there[layer], back[layer]), pairing)
+                for pairing in pairings(inv_freq, there[layer].shape[-1])
+            ]
+            fitting = [pairing for error, pairing in errors if error <= tolerance]
+            if not fitting:
+                failure = max(failure, (layer, min(error for error, _ in errors)))
+                break
+            found[layer] = fitting[0]
+        else:
+            return SinkRotary(inv_freq, found)
+    if not tables:
+        raise ModelError(f"{name}: it has no rotary positions that lean can shift for the sinks: remove --window")
+    raise ModelError(
+        f"{name}: the position encoding of layer {failure[0]} is not a rotation that lean can turn back (relative "
+        f"error {failure[1]:.2g}), so the model cannot run with --window"
+    )
+
+
+def _turn_error(
+    inv_freq: torch.Tensor, pairing: Pairing | None, shift: int, there: torch.Tensor, want: torch.Tensor
+) -> float:
+    """How far queries, turned back, are from those of the earlier position, relative to the largest number."""
+    turn = SinkRotary(inv_freq, {0: pairing}).back(torch.full((len(there),), shift), there.device)
+    return float((turn(there, 0) - want).abs().max() / want.abs().max())
 
 
 def _lone_queries(runner: Runner, manager: BlockManager, position: int) -> dict[int, torch.Tensor]:

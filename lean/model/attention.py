@@ -1,17 +1,18 @@
 """lean's attention function and mask function for transformers models, and the batch metadata they travel with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from lean.cache.kv_cache import KVCache, LayerCache
 from lean.errors import ModelError
 from lean.kernels.ops import kv_write, paged_attention
-from lean.model.rotary import SinkTurn
+from lean.model.latent import LatentProjection
+from lean.model.mixers import StateGroup
+from lean.model.sink_turn import SinkTurn
 
 NAME = "lean"
 
@@ -33,6 +34,7 @@ class AttentionBatch:
         sink_turn: turns queries back for the sink keys; None where no row has lost a token to the window.
         observer: called with every layer's inputs and outcome; what it returns takes the place of the outcome. None
             except in the self-test and in measurements.
+        states: the rows as layers with states compute them; empty for a model without.
     """
 
     query_start_loc: torch.Tensor
@@ -42,12 +44,14 @@ class AttentionBatch:
     block_tables: tuple[torch.Tensor, ...]
     sink_turn: SinkTurn | None = None
     observer: "Observer | None" = None
+    states: tuple[StateGroup, ...] = ()
 
 
 class LayerInputs(NamedTuple):
     """The inputs of one layer's attention in one step, after RoPE, and its settings.
 
     query: [num_tokens, num_q_heads, k_dim]; key, value: [num_tokens, num_kv_heads, dim]; sink_logits: [num_q_heads].
+    Of a latent layer the query is the absorbed one (`lean.model.latent`).
     """
 
     layer: int
@@ -64,11 +68,15 @@ Observer = Callable[[LayerInputs, torch.Tensor], torch.Tensor]
 
 
 def attend(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> torch.Tensor:
-    """Write a layer's new K/V into its cache, then attend to what the cache holds: [num_tokens, num_q_heads, v_dim]."""
+    """Write a layer's new K/V into its cache, then attend to what the cache holds: [num_tokens, num_q_heads, v_dim].
+
+    A layer that reads another layer's K/V writes nothing: that layer has run earlier in the same step.
+    """
     group = layer.group
-    kv_write(layer.pool, inputs.key, inputs.value, batch.slot_mapping[group.pool_id])
-    if layer.exact is not None and group.exact_pool_id is not None:
-        kv_write(layer.exact, inputs.key, inputs.value, batch.slot_mapping[group.exact_pool_id])
+    if layer.writes:
+        kv_write(layer.pool, inputs.key, inputs.value, batch.slot_mapping[group.pool_id])
+        if layer.exact is not None and group.exact_pool_id is not None:
+            kv_write(layer.exact, inputs.key, inputs.value, batch.slot_mapping[group.exact_pool_id])
     turn = batch.sink_turn if group.num_sink_tokens else None
     return paged_attention(
         inputs.query,
@@ -80,13 +88,30 @@ def attend(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> tor
         softcap=inputs.softcap,
         window=group.window,
         num_sink_tokens=group.num_sink_tokens,
-        query_sink=None if turn is None else turn(inputs.query),
+        query_sink=None if turn is None else turn(inputs.query, inputs.layer),
         exact=layer.exact,
         exact_block_tables=None if group.exact_pool_id is None else batch.block_tables[group.exact_pool_id],
         residual_length=group.residual_length,
         num_exact_sinks=group.num_exact_sinks,
         sink_logits=inputs.sink_logits,
     )
+
+
+def unsupported_arguments(
+    arguments: Mapping[str, Any], attention_mask: torch.Tensor | None, dropout: float
+) -> list[str]:
+    """What transformers handed to an attention function and lean would have to drop, by name."""
+    unknown = []
+    for name in arguments:  # no comprehension: a frame per layer and token
+        if arguments[name] is not None and name not in _HARMLESS:
+            unknown.append(name)
+    if "is_causal" in arguments and arguments["is_causal"] is False:
+        unknown.append("is_causal=False")
+    if attention_mask is not None:
+        unknown.append("an attention mask")
+    if dropout:
+        unknown.append("dropout")
+    return unknown
 
 
 def lean_attention(
@@ -108,46 +133,42 @@ def lean_attention(
     """The attention function that transformers calls: `attend`, with transformers' shapes.
 
     Args:
-        query: [1, num_q_heads, num_tokens, k_dim]; key, value: [1, num_kv_heads, num_tokens, dim], after RoPE.
+        query: [1, num_q_heads, num_tokens, k_dim]; key, value: [1, num_kv_heads, num_tokens, dim], after RoPE. Of a
+            latent layer (`lean.model.latent`): the heads' own query, and the latent vectors as key and value.
         s_aux: [num_q_heads], sink logits (gpt-oss).
 
     Returns:
-        [1, num_tokens, num_q_heads, v_dim], and None for the weights, which are never formed.
+        [1, num_tokens, num_q_heads, v_dim], of a latent layer with the dims of its heads; and None for the weights,
+        which are never formed.
 
     Raises:
         ModelError: the model passes something that would be dropped.
     """
     index: int = module.layer_idx  # type: ignore[assignment]
     layer = kv_cache.layers[index]
-    unknown = []
-    for name in kwargs:  # no comprehension, here and below: a frame per layer and token
-        if kwargs[name] is not None and name not in _HARMLESS:
-            unknown.append(name)
-    if "is_causal" in kwargs and kwargs["is_causal"] is False:
-        unknown.append("is_causal=False")
-    if attention_mask is not None:
-        unknown.append("an attention mask")
-    if dropout:
-        unknown.append("dropout")
+    unknown = unsupported_arguments(kwargs, attention_mask, dropout)
     if unknown:
         raise ModelError(f"the model's attention uses {', '.join(unknown)}, which lean does not support")
-    if (sliding_window or 0) != layer.own_window:
+    if sliding_window is not None and sliding_window != layer.own_window:  # None: a window may stand in the mask alone
         raise ModelError(f"layer {index} asks for window {sliding_window}, the cache has {layer.own_window}")
     q, k, v = query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    latent: LatentProjection | None = module.kv_b_proj if layer.pool.layout.v_in_k else None  # type: ignore[assignment]
+    if latent is not None:
+        q = latent.absorb(q)
     inputs = LayerInputs(index, q, k, v, scale, softcap or 0.0, s_aux)
     out = attend(inputs, layer, attention_batch)
     if attention_batch.observer is not None:
         out = attention_batch.observer(inputs, out)
+    if latent is not None:
+        out = latent.expand(out)
     return out.unsqueeze(0), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The cache decides what is visible: no mask is built."""
-    return None
-
-
 def register() -> None:
-    """Make ``attn_implementation="lean"`` known to transformers."""
+    """Make ``attn_implementation="lean"`` known to transformers.
+
+    It gets no mask function: the cache decides what is visible. transformers then builds no mask, and does not read
+    the positions on the host to find packed sequences.
+    """
     AttentionInterface.register(NAME, lean_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)

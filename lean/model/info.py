@@ -1,24 +1,37 @@
 """A transformers model before its weights are read: its shapes and settings, and which models are refused."""
 
-import json
+import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 
 from lean.cache.plan import LayerShape
+from lean.cache.states import StateShape
 from lean.config import EngineConfig
-from lean.errors import ModelError, one_line
-from lean.model import attention
-from lean.quant.codecs import RAW_DTYPES
-from lean.store.checkpoint import check_checkpoint, read_header
+from lean.errors import ModelError, one_line, shown
+from lean.model import attention, latent, shapes
+from lean.model.dtype import choose_dtype
+from lean.model.packages import quantization_of, require_known_method
+from lean.model.settings import check_heads, check_rope_types, check_settings, explained
+from lean.model.wrappers import renamed, text_keys
+from lean.quant.weights import Quantizable, quantizable
+from lean.store.checkpoint import CONFIG, check_checkpoint, read_object
+from lean.store.gguf.config import transformers_config
+from lean.store.gguf.file import GgufFile, read_gguf
+from lean.store.gguf.weights import GgufModel, plan_weights, unused_notes
+from lean.store.library import ABOUT_CONFIG, attempt, quiet
 from lean.store.source import ModelSource
 from lean.units import ENDLESS
 
-T = TypeVar("T")
+_CPU = torch.device("cpu")
+# Layer types of configurations. What such a layer computes is seen when the forward pass is followed.
+_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+_QUICKLY_BUILT = 256  # layers: whatever the files hold, so that a model of an unsupported kind is refused as such
 
 
 @dataclass(frozen=True)
@@ -27,11 +40,18 @@ class ModelInfo:
 
     Attributes:
         config: its text configuration.
-        layers: its attention layers, by layer index.
+        layers: its attention layers, in their order.
         dtype: of the weights and activations.
         parameters: number of parameters, tied ones counted once.
         notes: lines the user should see.
         quantization: format to load the decoder's linear layers into; None leaves them as they are.
+        quantizable: the weights that it is for.
+        key_mapping: regular expressions and what they become in the names of the tensors of a multimodal checkpoint.
+        carried: its layers do not hand keyword arguments on, see `lean.model.carrier`.
+        attention_modules: names of the modules of ``layers``, where other layers lie between them.
+        states, mixers: see `lean.model.shapes.Followed`.
+        gguf: the parsed GGUF file that it was read from, until the weights are loaded: a vocabulary takes tens of MiB.
+        is_latent: the cache holds its latent vectors, see `lean.model.latent`.
     """
 
     source: ModelSource
@@ -42,10 +62,33 @@ class ModelInfo:
     trust_remote_code: bool = False
     notes: tuple[str, ...] = ()
     quantization: str | None = None
+    quantizable: Quantizable = field(default_factory=Quantizable)
+    key_mapping: Mapping[str, str] = field(default_factory=dict)
+    carried: bool = False
+    attention_modules: tuple[str, ...] = ()
+    states: tuple[StateShape, ...] = ()
+    mixers: tuple[str, ...] = ()
+    gguf: GgufModel | None = field(default=None, repr=False, compare=False)
+    is_latent: bool = False
 
     @property
     def architecture(self) -> str:
-        return (getattr(self.config, "architectures", None) or [self.config.model_type])[0]
+        named = getattr(self.config, "architectures", None)
+        return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else self.config.model_type
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights when they are loaded; of the files, where these are quantized."""
+        if getattr(self.config, "quantization_config", None) is not None:
+            return sum(size for _, size, _ in self.source.weight_files())
+        return self.parameters * self.dtype.itemsize
+
+    def gpu_bytes(self, quantization: str | None) -> int:
+        """Bytes of the weights on a GPU, loaded with this quantization."""
+        if quantization is None:
+            return self.weight_bytes
+        exact = self.parameters - self.quantizable.weights
+        return exact * self.dtype.itemsize + self.quantizable.gpu_bytes(quantization)
 
     @property
     def max_position_embeddings(self) -> int:
@@ -54,30 +97,6 @@ class ModelInfo:
         rope = getattr(self.config, "rope_parameters", None) or {}
         stretch = rope.get("factor", 1) if rope.get("rope_type") == "dynamic" else 1
         return ENDLESS if limit is None else int(limit * stretch)
-
-
-def attempt(what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a library's function. Its error becomes a ModelError of one line that begins with ``what``."""
-    try:
-        return call(*args, **kwargs)
-    except (ModelError, torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
-        raise ModelError(f"{what}: {one_line(error, 300)}") from error
-
-
-def resolve_dtype(name: str, config: Any, source: ModelSource) -> torch.dtype:
-    """``auto`` is the checkpoint's dtype: what config.json says, else that of its tensors; bfloat16 for a GGUF file."""
-    if name != "auto":
-        return getattr(torch, name)
-    dtype = getattr(config, "dtype", None)
-    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is None and source.gguf_file is None:
-        file = min(source.folder.glob("*.safetensors"))
-        kinds = {entry["dtype"] for entry in read_header(file).values()}
-        known = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-        dtype = next((known[kind] for kind in known if kind in kinds), None)
-    return dtype if isinstance(dtype, torch.dtype) and dtype in RAW_DTYPES.values() else torch.bfloat16
 
 
 def refuse_by_config(config: Any, name: str) -> None:
@@ -89,120 +108,217 @@ def refuse_by_config(config: Any, name: str) -> None:
     if config.is_encoder_decoder:
         refuse("encoder-decoder models are")
     for kind in set(getattr(config, "layer_types", None) or []):
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in _KINDS:
             refuse(f"{kind} layers are")
-    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+    # "vision": between the parts of an image only, and lean reads text.
+    bidirectional = getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision")
+    if bidirectional or getattr(config, "is_causal", True) is False:
         refuse("bidirectional attention is")
     if getattr(config, "attention_chunk_size", None):
         refuse("chunked attention is")
-    if getattr(config, "kv_lora_rank", None):
-        refuse("multi-head latent attention (MLA) is")
-    if getattr(config, "num_kv_shared_layers", 0):
-        refuse("layers that share another layer's KV are")
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
-        if rope.get("mrope_section"):
-            refuse("multi-dimensional rotary positions (M-RoPE) are")
+    if getattr(config, "index_topk", None):
+        refuse("sparse attention that chooses its keys (index_topk) is")
+    if getattr(config, "attn_temperature_tuning", None):
+        # transformers takes positions from the length of its own cache here, not from the position ids.
+        refuse("attention whose temperature depends on the position (attn_temperature_tuning) is")
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         value = getattr(config, cap, None)
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
             raise ModelError(f"{name}: config.json has {cap} {value}; it must be a finite number above 0, or null")
 
 
-def _attention_layers(skeleton: torch.nn.Module, config: Any, name: str) -> tuple[LayerShape, ...]:
-    """Shapes and windows of the attention modules. Raises ModelError where they cannot be read."""
-    if not getattr(type(skeleton), "_supports_attention_backend", False):
+def _check_shapes(skeleton: torch.nn.Module, tensors: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Raise ModelError where the files hold another model than the configuration describes, before they are read.
+
+    Tensors that transformers renames are only counted. Quantized weights that config.json does not speak of are refused
+    too: transformers would take their codes for the weights.
+    """
+    shapes = [(key, list(parameter.shape)) for key, parameter in skeleton.named_parameters()]
+    others = [(key, shape) for key, shape in shapes if key in tensors and tensors[key]["shape"] != shape]
+    if others:
+        key, shape = others[0]
         raise ModelError(
-            f"{name} ({config.model_type}): its transformers class does not support custom attention "
-            "functions, so lean cannot run it"
+            f"{name}: {key} has shape {tensors[key]['shape']}, config.json asks for {shape} "
+            f"({len(others)} tensors differ): the files do not belong together"
         )
-    modules: dict[int, torch.nn.Module] = {}
-    for module in skeleton.modules():
-        if "Attention" in type(module).__name__ and isinstance(getattr(module, "layer_idx", None), int):
-            modules.setdefault(module.layer_idx, module)  # type: ignore[arg-type]
-    if sorted(modules) != list(range(config.num_hidden_layers)):
+    whole = (key for key, _ in shapes if key in tensors and tensors[key]["dtype"][:1] in ("I", "U"))
+    coarse = any(entry["dtype"].startswith("F8") for entry in tensors.values())
+    names = {key for key, _ in shapes}
+    scales = (key for key in tensors if coarse and "scale" in key.rpartition(".")[2] and key not in names)
+    if code := next(chain(whole, scales), None):
         raise ModelError(
-            f"{name} ({config.model_type}): found attention in {len(modules)} of {config.num_hidden_layers} layers; "
-            "other layers (linear attention, state space, loops) are not supported by lean"
+            f"{name}: {shown(code, 80)} ({tensors[code]['dtype']}) belongs to quantized weights, but config.json has "
+            "no quantization_config: restore it, or pass the unquantized checkpoint"
         )
-    shapes = []
-    for _, module in sorted(modules.items()):
-        if getattr(module, "is_causal", True) is False:
-            raise ModelError(f"{name} ({config.model_type}): bidirectional attention is not supported by lean")
-        heads = config.num_attention_heads
-        kv_heads = heads // int(getattr(module, "num_key_value_groups", 1))
-        dim = int(getattr(module, "head_dim", None) or config.hidden_size // heads)
-        # The value that the module will pass to its attention function; the first step verifies it.
-        window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
-        v_dim = int(getattr(module, "v_head_dim", None) or dim)
-        shapes.append(LayerShape(heads, kv_heads, dim, v_dim, int(window or 0)))  # type: ignore[arg-type]
-    return tuple(shapes)
+    described, stored = sum(math.prod(shape) for _, shape in shapes), sum(map(_numel, tensors.values()))
+    if described > stored:
+        absent = [key for key, _ in shapes if key not in tensors]
+        raise ModelError(
+            f"{name}: config.json describes {described:,} parameters, but the files hold {stored:,}: "
+            f"tensors missing from the checkpoint, {absent[0]} among them"
+        )
+
+
+def _numel(entry: Mapping[str, Any]) -> int:
+    return math.prod(entry["shape"])
 
 
 def refuse_quantized(config: Any, quantization: str | None, name: str) -> None:
-    """Raise ModelError for weights quantized by bitsandbytes, or quantized weights that would be quantized again."""
-    found = getattr(config, "quantization_config", None) or {}
-    found = found if isinstance(found, dict) else found.to_dict()
-    method = str(found.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in found else "unknown"))
-    if found and (quantization or method.startswith("bitsandbytes")):
+    """Raise ModelError for weights quantized by bitsandbytes, or quantized weights that would be quantized again.
+
+    Weights that are quantized by a method that transformers does not know are refused too.
+    """
+    method = quantization_of(config)
+    if method is None:
+        return
+    require_known_method(method, name)
+    if quantization or method.startswith("bitsandbytes"):
         raise ModelError(
             f"{name}: its weights are quantized already (quantization_config in config.json, {one_line(method, 40)}): "
             "pass the unquantized checkpoint; add --quantization to quantize it"
         )
 
 
-def inspect_model(source: ModelSource, config: EngineConfig) -> ModelInfo:
+class _Description(NamedTuple):
+    """What the files of a model say about it: ``raw`` and ``tensors`` of a checkpoint folder, or ``gguf``."""
+
+    config: Any
+    raw: Mapping[str, Any] = {}
+    tensors: Mapping[str, dict[str, Any]] = {}
+    gguf: GgufFile | None = None
+
+
+def _describe(source: ModelSource, trust_remote_code: bool) -> _Description:
+    """Check and read the configuration of a model, and the headers of its weights. Raises ModelError."""
+    if source.gguf_file is not None:
+        gguf = read_gguf(source.folder / source.gguf_file)
+        return _Description(transformers_config(gguf), gguf=gguf)
+    tensors = check_checkpoint(source.folder, trust_remote_code=trust_remote_code)
+    raw = read_object(source.folder / CONFIG)
+    check_settings(raw, source.name)
+    with quiet(f"the configuration of {source.name}", ABOUT_CONFIG), explained(raw, source.name):
+        full = attempt(
+            f"cannot read the configuration of {source.name}",
+            transformers.AutoConfig.from_pretrained,
+            source.folder,
+            trust_remote_code=trust_remote_code,
+        )
+    return _Description(full, raw, tensors)
+
+
+def inspect_model(
+    source: ModelSource, config: EngineConfig, device: torch.device = _CPU, keep_latent: bool = True
+) -> ModelInfo:
     """Read a model's configuration and shapes without its weights.
 
     Args:
         config: gives the dtype and the quantization, and says whether code in the model's folder is trusted.
+        device: where the model will run; it may decide the dtype.
+        keep_latent: False: K and V of latent attention are expanded, for comparisons.
 
     Raises:
         ModelError: damaged files, code that is not trusted, or a kind of model that lean refuses.
     """
-    trusted = config.trust_remote_code
-    if source.gguf_file is None:
-        check_checkpoint(source.folder, trust_remote_code=trusted)
     attention.register()
-    full = attempt(
-        f"cannot read the configuration of {source.name}",
-        transformers.AutoConfig.from_pretrained,
-        source.folder,
-        trust_remote_code=trusted,
-        **({} if source.gguf_file is None else {"gguf_file": source.gguf_file}),
-    )
+    full, raw, tensors, gguf = _describe(source, config.trust_remote_code)
     text = full.get_text_config()
+    if not isinstance(text, transformers.PreTrainedConfig):
+        raise ModelError(f"{source.name} ({full.model_type}): this kind of model has no text_config: remove it")
     refuse_by_config(full, source.name)
     refuse_by_config(text, source.name)
     refuse_quantized(full, config.quantization, source.name)
+    key_mapping: Mapping[str, str] = {}
     if text is not full:
-        raise ModelError(f"{source.name} ({full.model_type}): multimodal checkpoints are not supported by lean")
-    with torch.device("meta"):
-        skeleton = attempt(
-            f"cannot build {source.name}",
-            transformers.AutoModelForCausalLM.from_config,
-            text,
-            attn_implementation=attention.NAME,  # never what config.json asks for
-            trust_remote_code=trusted,
-        )
+        key_mapping = text_keys(full, text, raw, source.name)
+        tensors = renamed(tensors, key_mapping)
+    check_rope_types(text, source.name)
+    _check_number_of_layers(text, tensors, source.name)
+    skeleton = _skeleton(text, raw, config.trust_remote_code, source.name)
+    # Quantized products are other modules than those that `latent` replaces.
+    is_latent = keep_latent and quantization_of(full) is None and latent.install(skeleton)
     parameters = sum(p.numel() for p in skeleton.parameters())
-    layers = _attention_layers(skeleton, text, source.name)
-    dtype = resolve_dtype(config.dtype, text, source)
-    notes = _notes(source, text, dtype)
-    info = ModelInfo(source, text, layers, dtype, parameters, trusted, notes, config.quantization)
-    if info.max_position_embeddings < 1:
-        raise ModelError(f"{source.name}: config.json has max_position_embeddings {text.max_position_embeddings}")
-    return info
+    dtype, about_dtype = choose_dtype(config.dtype, text, tensors, device)
+    followed = shapes.follow(skeleton, text, source.name, dtype)
+    planned = None
+    if gguf is not None:
+        planned = plan_weights(gguf, skeleton)
+    elif not getattr(full, "quantization_config", None):
+        _check_shapes(skeleton, tensors, source.name)
+    notes = [*about_dtype, *_notes(raw, text), *(unused_notes(gguf.tensors) if gguf is not None else ())]
+    if key_mapping:
+        notes.append(
+            f"{source.name} ({full.model_type}) is multimodal: lean reads its text model, and no images or audio"
+        )
+    notes += shapes.notes(followed, text)
+    if getattr(text, "sliding_window", None) is not None and not any(layer.window for layer in followed.layers):
+        notes.append(
+            f"config.json has sliding_window {shown(text.sliding_window, 40)}, but {type(skeleton).__name__} uses no "
+            "window: it has no effect"
+        )
+    return ModelInfo(
+        source=source,
+        config=text,
+        layers=followed.layers,
+        dtype=dtype,
+        parameters=parameters,
+        trust_remote_code=config.trust_remote_code,
+        notes=tuple(notes),
+        quantization=config.quantization,
+        quantizable=quantizable(shapes.decoder_of(skeleton)),
+        key_mapping=key_mapping,
+        carried=followed.carried,
+        attention_modules=followed.modules,
+        states=followed.states,
+        mixers=followed.mixers,
+        gguf=planned,
+        is_latent=is_latent,
+    )
 
 
-def _notes(source: ModelSource, config: Any, dtype: torch.dtype) -> tuple[str, ...]:
-    """Warnings about settings that would silently give wrong answers."""
+def _skeleton(config: Any, raw: Mapping[str, Any], trust_remote_code: bool, name: str) -> Any:
+    """The model without data, whose forward pass can be followed. Raises ModelError where it cannot be built."""
+    check_heads(config, name)
+    shapes.register()
+    try:
+        with torch.device("meta"), explained(raw, name):
+            model = attempt(
+                f"cannot build {name} from its configuration",
+                transformers.AutoModelForCausalLM.from_config,
+                copy.deepcopy(config),  # transformers notes the implementations in it
+                attn_implementation=shapes.NAME,  # never what config.json asks for
+                experts_implementation="batched_mm",  # does not depend on data
+                trust_remote_code=trust_remote_code,
+            )
+    except ModelError as error:
+        if isinstance(error.__cause__, KeyError) and error.__cause__.args == (shapes.NAME,):
+            raise ModelError(f"{name} ({config.model_type}): {shapes.NOT_CUSTOM}: not supported by lean") from None
+        raise
+    for module in model.modules():
+        positions = getattr(module, "position_embeddings", None)
+        if isinstance(positions, torch.nn.Embedding) and positions.padding_idx is not None:
+            raise ModelError(
+                f"{name} ({config.model_type}): positions that begin behind padding are not supported by lean"
+            )
+    return model.eval()
+
+
+def _check_number_of_layers(config: Any, tensors: Mapping[str, Any], name: str) -> None:
+    """Raise ModelError for more layers than the files can hold, which would take long to build."""
+    check_settings({"num_hidden_layers": getattr(config, "num_hidden_layers", None)}, name)
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise ModelError(f"{name} ({config.model_type}): no num_hidden_layers: not supported by lean")
+    if tensors and config.num_hidden_layers > max(_QUICKLY_BUILT, len(tensors)):
+        raise ModelError(
+            f"{name}: config.json has num_hidden_layers {config.num_hidden_layers}, but the files hold only "
+            f"{len(tensors)} tensors: they do not belong together"
+        )
+
+
+def _notes(raw: Mapping[str, Any], config: Any) -> tuple[str, ...]:
+    """Warnings about settings that would silently give wrong answers. ``raw``: config.json, empty for a GGUF file."""
     notes = []
-    if dtype is torch.float16 and config.model_type.startswith("gemma"):
-        notes.append("Gemma's activations can overflow float16: --dtype bfloat16 or float32 is safe")
     rope = getattr(config, "rope_parameters", None) or {}
-    if source.gguf_file is None and "rope_theta" in rope:
-        raw = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
-        if not any(key in raw for key in ("rope_parameters", "rope_theta", "rope_scaling")):
-            notes.append(f"config.json names no rope_theta: transformers' default {rope['rope_theta']:g} is used")
+    named = any(key in raw for key in ("rope_parameters", "rope_theta", "rope_scaling"))
+    if raw and "rope_theta" in rope and not named:
+        notes.append(f"config.json names no rope_theta: transformers' default {rope['rope_theta']:g} is used")
     return tuple(notes)

@@ -1,22 +1,29 @@
 """transformers models bound to lean: how one is loaded, and how it is called."""
 
-import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
-from transformers.utils import logging as hf_logging
 
-from lean.errors import ConfigError, ModelError, RequestError
-from lean.model import attention
-from lean.model.info import ModelInfo, attempt
+from lean.errors import ConfigError, ModelError, shown
+from lean.model import attention, experts, latent
+from lean.model.carrier import Carrier, as_cache
+from lean.model.generation import generation_defaults
+from lean.model.info import ModelInfo
+from lean.model.mixers import PackedStates, hand_over_by_group
+from lean.model.packages import require_for_weights
+from lean.model.shapes import decoder_of
+from lean.model.tokenizer import read_tokenizer
 from lean.quant.weights import WeightUse, check_quantization, quantize_linears
-from lean.sampling_params import SamplingParams
-from lean.store.gguf import load_gguf_tokenizer
+from lean.store.gguf.file import GgufFile, read_gguf
+from lean.store.gguf.tokenizer import load_gguf_tokenizer
+from lean.store.gguf.weights import GgufModel, load_weights, read_model
+from lean.store.library import attempt
 from lean.store.source import ModelSource
 
 log = logging.getLogger("lean")
@@ -50,7 +57,11 @@ class LoadedModel:
     weights: WeightUse | None = None  # where they are quantized
 
     def __post_init__(self) -> None:
-        self._decoder = self.module.get_decoder()  # type: ignore[operator]
+        for number, name in enumerate(self.info.attention_modules):
+            self.module.get_submodule(name).layer_idx = number  # type: ignore[assignment]
+        for name in self.info.mixers:
+            hand_over_by_group(self.module.get_submodule(name))
+        self._decoder = decoder_of(self.module)
         self._run_decoder: Callable = self._decoder.forward
         self._decoder.forward = self._decoder_or_given
 
@@ -97,7 +108,16 @@ class LoadedModel:
         return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **batch: Any) -> torch.Tensor:
-        """input_ids, position_ids [1, tokens] -> [tokens, hidden_size] after the last norm."""
+        """input_ids, position_ids [1, tokens] -> [tokens, hidden_size] after the last norm.
+
+        ``batch``: arguments of `lean.model.attention.lean_attention`.
+        """
+        if self.info.carried:
+            states = batch["kv_cache"].states
+            carrier = Carrier(batch)
+            if states is not None:
+                carrier = PackedStates(batch, states, batch["attention_batch"].states)
+            batch = as_cache(self._decoder, carrier)
         out = self._decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, **batch)
         return out.last_hidden_state[0]
 
@@ -107,39 +127,44 @@ class LoadedModel:
         return self.module(input_ids=ids, lean_hidden=hidden[None], use_cache=False).logits[0]
 
 
-def _generation_defaults(source: ModelSource) -> tuple[set[int], dict[str, Any]]:
-    """(end-of-sequence ids, sampling defaults) of generation_config.json; greedy unless it sets do_sample."""
-    path = source.folder / "generation_config.json"
-    if source.gguf_file is not None or not path.is_file():
-        return set(), {}
-    raw = attempt(f"cannot read {path}", json.loads, path.read_text(encoding="utf-8"))
-    keys = ["repetition_penalty"]
-    if raw.get("do_sample"):
-        keys += ["temperature", "top_p", "top_k", "min_p"]
-        raw["temperature"] = 1.0 if raw.get("temperature") is None else raw["temperature"]
-    defaults = {key: raw[key] for key in keys if raw.get(key) is not None}
-    try:
-        SamplingParams(**defaults)
-    except RequestError as error:
-        raise ModelError(f"{path}: {error}") from None
-    return _ids(raw.get("eos_token_id"), str(path)), defaults
+def end_ids(value: Any, where: str, vocab_size: int) -> set[int]:
+    """The ids of an end-of-sequence entry, which is null, one id or a list of ids.
 
+    An id that no row of the embedding has can never be drawn: it is left out, with a warning that names it.
 
-def _ids(value: Any, where: str) -> set[int]:
-    """The ids of an end-of-sequence entry, which is null, one id or a list of ids."""
+    Raises ModelError for an entry of another kind.
+    """
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(token) is not int for token in ids):
-        raise ModelError(f"{where}: eos_token_id {value!r} must be a token id or a list of token ids")
-    return set(ids)
+        raise ModelError(f"{where}: eos_token_id {shown(value, 60)} must be a token id or a list of token ids")
+    known = {token for token in ids if 0 <= token < vocab_size}
+    if others := sorted(set(ids) - known):
+        log.warning(
+            "%s: eos_token_id %s is no token of this model, which has ids 0 to %d: ignored",
+            where,
+            shown(others[0] if len(others) == 1 else others, 60),
+            vocab_size - 1,
+        )
+    return known
 
 
-def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> Any:
-    """The model's tokenizer. Raises ModelError."""
-    what = f"cannot read the tokenizer of {source.name}"
+def load_tokenizer(
+    source: ModelSource, trust_remote_code: bool = False, gguf: GgufFile | None = None
+) -> tuple[Any, Any]:
+    """(the model's tokenizer, its end-of-sequence entry: see `end_ids`). Raises ModelError.
+
+    ``gguf``: the source's file, where it is read already.
+    """
     if source.gguf_file is not None:
-        return attempt(what, load_gguf_tokenizer, source.folder / source.gguf_file)
-    call = transformers.AutoTokenizer.from_pretrained
-    return attempt(what, call, source.folder, trust_remote_code=trust_remote_code)
+        gguf = gguf or read_gguf(source.folder / source.gguf_file)
+        tokenizer, found = attempt(f"cannot read the tokenizer of {source.name}", load_gguf_tokenizer, gguf)
+        ends = sorted(found)
+    else:
+        tokenizer = read_tokenizer(source, trust_remote_code)
+        ends = tokenizer.eos_token_id
+    tokenizer.model_max_length = sys.maxsize  # the engine knows the longest prompt; the tokenizer need not warn
+    tokenizer.name_or_path = source.name  # for errors about its chat template
+    return tokenizer, ends
 
 
 def _list_names(names: Any) -> str:
@@ -147,45 +172,51 @@ def _list_names(names: Any) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _from_pretrained_without_bar(*args: Any, **kwargs: Any) -> Any:
-    """Without transformers' progress bar, which would break the one line that lean prints."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(*args, **kwargs)
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
+def _follow_tie(module: torch.nn.Module, config: Any, name: str) -> None:
+    """Make the embedding the head where config.json ties them.
+
+    transformers keeps a head of the file that differs from the embedding. Equal ones are tied already.
+    """
+    if not getattr(config, "tie_word_embeddings", False):
+        return
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
+    if head is None or head.weight is embedding.weight or head.weight.shape != embedding.weight.shape:
+        return
+    key = next(key for key, parameter in module.named_parameters() if parameter is head.weight)
+    if key not in (getattr(module, "_tied_weights_keys", None) or ()):  # a class that never ties
+        return
+    head.weight = embedding.weight
+    log.warning(
+        "%s: config.json sets tie_word_embeddings, so the embedding is the head; %s of the files differs from it and "
+        "is not used (set tie_word_embeddings to false to use it)",
+        name,
+        key,
+    )
 
 
-def load_model(info: ModelInfo, device: torch.device, deterministic: bool = False) -> LoadedModel:
-    """Load the weights, and quantize them where ``info`` says so.
+def _read_module(info: ModelInfo, gguf: GgufModel | None, device: torch.device, deterministic: bool) -> Any:
+    """transformers' module with the weights of the checkpoint or of the GGUF file.
 
-    Raises:
-        ModelError: tensors are missing or have another shape, or none can be quantized.
-        ConfigError: the quantization does not work with this dtype, this device or ``deterministic``.
+    Raises ModelError where tensors are missing or do not fit.
     """
     source = info.source
-    if info.quantization:
-        try:
-            check_quantization(info.quantization, info.dtype, device, deterministic)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    tokenizer = load_tokenizer(source, info.trust_remote_code)
-    arguments: dict[str, Any] = {"use_safetensors": True}
-    if source.gguf_file is not None:
-        arguments = {"gguf_file": source.gguf_file, "quantization_config": transformers.GgufConfig(dequantize=True)}
-    if deterministic or info.dtype is torch.float64:
-        # One plain product per expert, which can be cut into row tiles. Grouped products do not support float64.
-        arguments["experts_implementation"] = "eager"
+    arguments: dict[str, Any] = {"attn_implementation": attention.NAME}
+    if (products := experts.implementation(info.config, device, info.dtype, deterministic)) is not None:
+        arguments["experts_implementation"] = products
+    what = f"cannot load {source.name}"
+    if gguf is not None:
+        return attempt(what, load_weights, gguf, info.config, info.dtype, **arguments)
+    if info.key_mapping:
+        arguments["key_mapping"] = dict(info.key_mapping)
+    loader: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
     module, report = attempt(
-        f"cannot load {source.name}",
-        _from_pretrained_without_bar,
+        what,
+        loader,
         source.folder,
         config=info.config,
         dtype=info.dtype,
-        attn_implementation=attention.NAME,
         trust_remote_code=info.trust_remote_code,
+        use_safetensors=True,
         ignore_mismatched_sizes=True,  # reported below, with the other faults
         output_loading_info=True,
         **arguments,
@@ -198,14 +229,51 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
         )
     if report["missing_keys"]:
         raise ModelError(f"{source.name}: tensors missing from the checkpoint: {_list_names(report['missing_keys'])}")
-    if report["unexpected_keys"]:
+    if report["unexpected_keys"] and not info.key_mapping:  # a multimodal checkpoint has tensors for images and audio
         log.warning("%s: tensors not used: %s", source.name, _list_names(report["unexpected_keys"]))
-    eos, generation = _generation_defaults(source)
-    eos |= _ids(getattr(info.config, "eos_token_id", None), "config.json")
-    eos |= _ids(tokenizer.eos_token_id, "the tokenizer")
+    _follow_tie(module, info.config, source.name)
+    return module
+
+
+def load_model(info: ModelInfo, device: torch.device, deterministic: bool = False) -> LoadedModel:
+    """Load the weights, and quantize them where ``info`` says so.
+
+    Raises:
+        ModelError: tensors are missing or have another shape, or none can be quantized.
+        ConfigError: the quantization does not work with this dtype, this device or ``deterministic``.
+    """
+    source = info.source
+    require_for_weights(info.config, source.name)
+    if info.quantization:
+        try:
+            check_quantization(info.quantization, info.dtype, device, deterministic)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    gguf = info.gguf
+    if gguf is None and source.gguf_file is not None:  # the model was loaded before
+        gguf = read_model(read_gguf(source.folder / source.gguf_file), info.config)
+    file = None if gguf is None else gguf.file
+    tokenizer, ends = load_tokenizer(source, info.trust_remote_code, file)
+    listed, generation = generation_defaults(source, file)
+    module = _read_module(info, gguf, device, deterministic)
+    rows = module.get_input_embeddings().weight.shape[0]
+    eos = end_ids(listed, f"{source.name}: generation_config.json", rows)
+    eos |= end_ids(getattr(info.config, "eos_token_id", None), f"{source.name}: config.json", rows)
+    eos |= end_ids(ends, f"{source.name}: the tokenizer", rows)
+    if tokenizer.bos_token_id is not None and not 0 <= tokenizer.bos_token_id < rows:
+        log.warning(
+            "%s: the tokenizer's bos_token %s has id %d, but the model has ids 0 to %d: prompts that begin with it "
+            "are refused",
+            source.name,
+            shown(tokenizer.bos_token, 40),
+            tokenizer.bos_token_id,
+            rows - 1,
+        )
     module = module.eval().requires_grad_(False)
+    if info.is_latent and not latent.install(module, head_by_head=deterministic):
+        raise ModelError(f"{source.name}: its modules of latent attention are not those of its configuration")
     weights = None
     if info.quantization:
-        decoder = module.get_decoder()
-        weights = attempt(source.name, quantize_linears, module, decoder, info.quantization, device)
+        weights = attempt(source.name, quantize_linears, module, decoder_of(module), info.quantization, device)
+    info = replace(info, gguf=None)
     return LoadedModel(info, module.to(device), tokenizer, frozenset(eos), generation, weights)

@@ -2,21 +2,16 @@
 
 transformers multiplies in float32, which at position 5,000,000 is off by 0.03. Frequencies and attention scaling stay
 the model's own; only the product, its cosine and its sine are taken in float64.
-
-Under a window, the distance from a query to the sinks shrinks by the number of tokens evicted in between (in-cache
-positions of StreamingLLM, arXiv:2309.17453). Stored keys stay as they are: rotations commute, so the query is turned
-back for the sink keys, by the angle alone and on the rotary dims only (`SinkRotary`).
 """
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lean.errors import ConfigError, ModelError
-
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 # How transformers models lay the angles of a head out, [..., dim / 2] -> what their apply function expects.
 _LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -36,8 +31,34 @@ def layer_types(module: torch.nn.Module) -> list[str | None]:
     return list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
 
 
+def all_frequencies(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The inverse frequencies that the layers of a model may use, after `install`: those of full attention first."""
+    found: list[torch.Tensor] = []
+    for module in rotary_modules(model):
+        tables: dict[str | None, tuple[torch.Tensor, float]] = module.lean_tables  # type: ignore[assignment]
+        for kind in sorted(tables, key=lambda kind: kind != "full_attention"):
+            inv_freq = tables[kind][0].cpu()
+            if not any(torch.equal(inv_freq, other) for other in found):
+                found.append(inv_freq)
+    return found
+
+
 def _rope_type(module: torch.nn.Module, layer_type: str | None) -> str:
     return module.rope_type if layer_type is None else module.rope_type[layer_type]  # type: ignore[return-value, index]
+
+
+def _length_dependent(module: torch.nn.Module, layer_type: str | None) -> bool:
+    """Whether the frequencies depend on the current length; longrope's may be the same for all lengths."""
+    rope_type = _rope_type(module, layer_type)
+    if rope_type != "longrope":
+        return rope_type == "dynamic"
+    parameters = _parameters(module, layer_type)
+    return parameters["long_factor"] != parameters["short_factor"]
+
+
+def _parameters(module: torch.nn.Module, layer_type: str | None) -> dict:
+    parameters: dict = module.config.rope_parameters  # type: ignore[assignment, union-attr]
+    return parameters if layer_type is None else parameters[layer_type]
 
 
 def frequencies(module: torch.nn.Module, layer_type: str | None, max_model_len: int) -> tuple[torch.Tensor, float]:
@@ -46,35 +67,73 @@ def frequencies(module: torch.nn.Module, layer_type: str | None, max_model_len: 
     Where frequencies depend on the current length, those of ``max_model_len`` are used: keys in the cache cannot
     change their frequencies later.
     """
-    rope_type = _rope_type(module, layer_type)
     prefix = "" if layer_type is None else f"{layer_type}_"
-    inv_freq, scaling = getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling")
-    if rope_type in _LENGTH_DEPENDENT:
-        extra = {} if layer_type is None else {"layer_type": layer_type}
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](
-            module.config, inv_freq.device, seq_len=max_model_len, **extra
-        )
-    return inv_freq.double(), float(scaling)
+    if not _length_dependent(module, layer_type):
+        return getattr(module, f"{prefix}inv_freq").double(), float(getattr(module, f"{prefix}attention_scaling"))
+    # transformers' functions, unless the module says that it uses something else at that length.
+    device = getattr(module, f"{prefix}inv_freq").device
+    extra = {} if layer_type is None else {"layer_type": layer_type}
+    usual, usual_scaling = ROPE_INIT_FUNCTIONS[_rope_type(module, layer_type)](
+        module.config, device, seq_len=max_model_len, **extra
+    )
+    last = max_model_len - 1
+    asked, cos, _ = _ask(module, layer_type, [0, last])
+    own_scaling = float(cos[0, 0, 0])
+    own = (getattr(asked, prefix + which).to(device) for which in ("inv_freq", "original_inv_freq"))
+    for inv_freq, scaling in ((usual, float(usual_scaling)), *((each, own_scaling) for each in own)):
+        want = (last * inv_freq.double().cpu()).cos() * scaling
+        near = 0.02 * max(1.0, last / 131_072)  # transformers multiplies in float32
+        found = cos[0, 1, : len(want)], cos[0, 1, ::2]  # halves or bare, pairs
+        fits = any(part.shape == want.shape and torch.allclose(part.double(), want, atol=near) for part in found)
+        if fits and abs(scaling - own_scaling) < 1e-4 * own_scaling:
+            return inv_freq.double(), scaling
+    raise ModelError(f"rotary embedding {type(module).__name__} uses frequencies that lean cannot read")
 
 
-def _layout(module: torch.nn.Module, layer_type: str | None, name: str) -> tuple[str, bool]:
-    """(name of the layout, whether cos and sin come back wider than a bf16 input), found by trying the module."""
-    prefix = "" if layer_type is None else f"{layer_type}_"
-    inv_freq = getattr(module, f"{prefix}original_inv_freq")
-    positions = torch.arange(1, 8, device=inv_freq.device)[None]
+def _ask(
+    module: torch.nn.Module, layer_type: str | None, positions: list[int], dtype: torch.dtype = torch.float32
+) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A copy of the module after its own forward; its cos and sin [1, positions, ...].
+
+    For a module that gives complex numbers: their real and imaginary parts, which are not contiguous. The copy runs on
+    the CPU: a GPU may multiply in TF32, which is too coarse to compare angles.
+    """
+    module = copy.deepcopy(module).cpu()
     extra = () if layer_type is None else (layer_type,)
+    found = type(module).forward(module, torch.zeros(1, 1, 1, dtype=dtype), torch.tensor([positions]), *extra)
+    cos, sin = (found.real, found.imag) if isinstance(found, torch.Tensor) else found
+    return module, cos, sin
+
+
+class _Layout(NamedTuple):
+    """How a rotary module lays out its angles.
+
+    name: a key of `_LAYOUTS`. wide: its output is wider than a bf16 input. is_complex: it gives cos + i sin, for pairs.
+    """
+
+    name: str
+    wide: bool
+    is_complex: bool
+
+
+def _layout(module: torch.nn.Module, layer_type: str | None, name: str) -> _Layout:
+    """The layout of a rotary module, found by trying it."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    positions = list(range(8))
     try:
-        cos, sin = module(torch.zeros(1, 1, 1, device=inv_freq.device), positions, *extra)
-        narrow, _ = module(torch.zeros(1, 1, 1, device=inv_freq.device, dtype=torch.bfloat16), positions, *extra)
+        asked, cos, sin = _ask(module, layer_type, positions)
+        narrow = _ask(module, layer_type, positions, torch.bfloat16)[1]
     except Exception as error:
         raise ModelError(f"{name}: rotary embedding {type(module).__name__} cannot be read ({error})") from None
-    angle = positions[..., None].double() * getattr(module, f"{prefix}inv_freq").double()
-    scaling = getattr(module, f"{prefix}attention_scaling")
+    angle = torch.tensor(positions)[None, :, None].double() * getattr(asked, f"{prefix}inv_freq").double()
+    scaling = getattr(asked, f"{prefix}attention_scaling")  # what `frequencies` returns
+    if _length_dependent(module, layer_type):
+        scaling = float(cos[0, 0, 0])
     for layout, spread in _LAYOUTS.items():
         want = spread(angle)
         pairs = ((cos, want.cos()), (sin, want.sin()))
         if all(a.shape == b.shape and torch.allclose(a.double(), b * scaling, atol=1e-5) for a, b in pairs):
-            return layout, narrow.dtype is torch.float32
+            return _Layout(layout, narrow.dtype is torch.float32, not cos.is_contiguous())
     raise ModelError(f"{name}: rotary embedding {type(module).__name__} uses a layout that lean does not know")
 
 
@@ -88,9 +147,7 @@ def install(model: torch.nn.Module, max_model_len: int, name: str = "model") -> 
     notes = []
     for module in rotary_modules(model):
         tables = {kind: frequencies(module, kind, max_model_len) for kind in layer_types(module)}
-        notes += [
-            _regime(module, kind, max_model_len) for kind in tables if _rope_type(module, kind) in _LENGTH_DEPENDENT
-        ]
+        notes += [_regime(module, kind, max_model_len) for kind in tables if _length_dependent(module, kind)]
         installed = getattr(module, "lean_tables", None)
         if installed is not None:
             same = [torch.equal(t[0], installed[kind][0]) and t[1] == installed[kind][1] for kind, t in tables.items()]
@@ -101,59 +158,9 @@ def install(model: torch.nn.Module, max_model_len: int, name: str = "model") -> 
             continue
         layouts = {kind: _layout(module, kind, name) for kind in tables}
         module.lean_tables = tables  # type: ignore[assignment]
-        module.lean_layouts = {kind: layout for kind, (layout, _) in layouts.items()}  # type: ignore[assignment]
-        spreads = {kind: (_LAYOUTS[layout], wide) for kind, (layout, wide) in layouts.items()}
-        module.forward = _forward(tables, spreads)  # type: ignore[assignment]
+        module.lean_layouts = layouts  # type: ignore[assignment]
+        module.forward = _forward(tables, layouts)  # type: ignore[assignment]
     return notes
-
-
-@dataclass(frozen=True)
-class SinkTurn:
-    """Turns the query rows of one step back. ``cos``, ``sin``: [num_tokens, 1, rotary_dim / 2], float64."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    pairs: bool
-
-    def __call__(self, query: torch.Tensor) -> torch.Tensor:
-        """query [num_tokens, heads, head_dim] -> the same, turned; rows without a shift keep their bits."""
-        half = self.cos.shape[-1]
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        cos, sin = self.cos.to(dtype), self.sin.to(dtype)
-        first, second = (
-            (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if self.pairs else (slice(0, half), slice(half, 2 * half))
-        )
-        a, b = query[..., first].to(dtype), query[..., second].to(dtype)
-        turned = query.clone()
-        turned[..., first] = (a * cos + b * sin).to(query.dtype)
-        turned[..., second] = (b * cos - a * sin).to(query.dtype)
-        return turned
-
-
-@dataclass(frozen=True)
-class SinkRotary:
-    """The rotation of the full-attention layers: ``inv_freq`` float64 [rotary_dim / 2], and how dims pair up."""
-
-    inv_freq: torch.Tensor
-    pairs: bool
-
-    @classmethod
-    def of(cls, model: torch.nn.Module, name: str) -> "SinkRotary":
-        """Read from a model after `install`. Raises ModelError unless it has one rotary and full-attention layers."""
-        modules = rotary_modules(model)
-        if len(modules) != 1:
-            raise ModelError(f"{name}: it has no rotary positions that lean can shift for the sinks: remove --window")
-        tables: dict = modules[0].lean_tables  # type: ignore[assignment]
-        layouts: dict = modules[0].lean_layouts  # type: ignore[assignment]
-        kind = None if None in tables else "full_attention"
-        if kind not in tables:
-            raise ModelError(f"{name}: it has no full-attention layers for --window to bound: remove --window")
-        return cls(tables[kind][0].cpu(), layouts[kind] == "pairs")
-
-    def back(self, shifts: torch.Tensor, device: torch.device) -> SinkTurn:
-        """shifts: int64 [num_tokens], by how many positions each row's query is turned back."""
-        angle = (shifts[:, None, None].double() * self.inv_freq).to(device)
-        return SinkTurn(angle.cos(), angle.sin(), self.pairs)
 
 
 def _regime(module: torch.nn.Module, layer_type: str | None, max_model_len: int) -> str:
@@ -161,21 +168,28 @@ def _regime(module: torch.nn.Module, layer_type: str | None, max_model_len: int)
     rope_type = _rope_type(module, layer_type)
     factors = ""
     if rope_type == "longrope":
-        parameters: dict = module.config.rope_parameters  # type: ignore[assignment, union-attr]
-        original = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+        original = _parameters(module, layer_type)["original_max_position_embeddings"]
         factors = "long factors " if max_model_len > original else "short factors "
     return f"{rope_type} rotary frequencies: {factors}fixed for max-model-len {max_model_len}"
 
 
-def _forward(tables: dict, spreads: dict) -> Callable:
-    def forward(
-        x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x gives the dtype; position_ids [batch, tokens] -> cos, sin [batch, tokens, ...]."""
+def _forward(tables: dict, layouts: dict[str | None, _Layout]) -> Callable:
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        """x gives the dtype; position_ids [batch, tokens] -> cos, sin [batch, tokens, ...], or cos + i sin.
+
+        Models for images and video give one position for each of three axes, [axes, batch, tokens]. Of a text all three
+        are the same.
+        """
+        if position_ids.ndim == 3:
+            position_ids = position_ids[0]
         inv_freq, scaling = tables[layer_type]
-        spread, wide = spreads[layer_type]
-        dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
-        angle = spread(position_ids[..., None].double() * inv_freq.to(x.device))
-        return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
+        layout = layouts[layer_type]
+        angle = _LAYOUTS[layout.name](position_ids[..., None].double() * inv_freq.to(x.device))
+        cos, sin = angle.cos() * scaling, angle.sin() * scaling
+        if layout.is_complex:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return torch.complex(cos.to(wide), sin.to(wide))
+        dtype = torch.promote_types(x.dtype, torch.float32) if layout.wide else x.dtype
+        return cos.to(dtype), sin.to(dtype)
 
     return forward

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from lean.errors import ModelError
+from lean.errors import ModelError, shown
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -20,10 +20,13 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DOUBT = "incomplete download or LFS pointer?"
 
 
-def check_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> None:
+def check_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> dict[str, dict[str, Any]]:
     """Refuse a folder that transformers would load wrongly, only in part, or by running code from the folder.
 
     The loader checks later that no tensor of the model is missing.
+
+    Returns:
+        By name, the tensors as the headers of the files describe them.
 
     Raises:
         ModelError: no config, no safetensors, an unknown architecture, untrusted code, or missing or damaged weights.
@@ -33,14 +36,13 @@ def check_checkpoint(folder: Path, *, trust_remote_code: bool = False) -> None:
     try:
         listed = {entry.name for entry in folder.iterdir() if entry.is_file()}
         _require_safetensors(folder, listed)
-        config = _read_object(folder / CONFIG)
-        tokenizer = _read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in listed else {}
+        config = read_object(folder / CONFIG)
+        tokenizer = read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in listed else {}
         _check_code(folder, config, tokenizer, trust_remote_code)
         _check_routes(config, listed)
         if SINGLE in listed:  # transformers prefers it to an index, too
-            read_header(folder / SINGLE)
-        else:
-            _check_shards(folder, listed)
+            return read_header(folder / SINGLE)
+        return _check_shards(folder, listed)
     except OSError as error:
         raise ModelError(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
 
@@ -54,7 +56,8 @@ def _require_safetensors(folder: Path, listed: set[str]) -> None:
                 f"{folder} has only pickled weights, and unpickling runs any code in them: if you trust them, convert "
                 "them with transformers' from_pretrained(...).save_pretrained(...) and pass the result"
             )
-        if gguf := sorted(name for name in listed if name.endswith(".gguf")):
+        models = (name for name in listed if name.lower().endswith(".gguf"))
+        if gguf := sorted(models, key=lambda name: ("mmproj" in name.lower(), name)):
             raise ModelError(f"{folder} holds GGUF files: pass the file itself, {folder / gguf[0]}")
     if CONFIG not in listed:
         raise ModelError(f"no {CONFIG} in {folder}: pass the folder of a transformers checkpoint")
@@ -74,7 +77,7 @@ def _check_code(folder: Path, config: dict[str, Any], tokenizer: dict[str, Any],
     known = model_type in CONFIG_MAPPING
     if not known and "auto_map" not in config:
         raise ModelError(
-            f"model_type {model_type!r} is unknown to transformers {__version__}: try a newer transformers"
+            f"model_type {shown(model_type, 60)} is unknown to transformers {__version__}: try a newer transformers"
         )
     if known and "auto_map" in tokenizer:
         tokenizer_class = tokenizer_class_from_name(str(tokenizer.get("tokenizer_class")))
@@ -89,14 +92,14 @@ def _check_routes(config: dict[str, Any], listed: set[str]) -> None:
         raise ModelError(f'{CONFIG} sets "transformers_weights": remove it and name the file {SINGLE} or {INDEX}')
     for key, value in config.items():
         if key.startswith(("_attn_implementation", "_experts_implementation")) and "/" in str(value):
-            raise ModelError(f"{CONFIG} asks for kernel code from {value!r}: remove {key!r}")
+            raise ModelError(f"{CONFIG} asks for kernel code from {shown(value, 80)}: remove {shown(key, 60)}")
     if rank := next((name for name in sorted(listed) if re.match(r"shard-\d{5}-model-\d{5}-of-", name)), None):
         raise ModelError(f"{rank} belongs to a distributed training checkpoint: export it with save_pretrained")
 
 
-def _check_shards(folder: Path, listed: set[str]) -> None:
+def _check_shards(folder: Path, listed: set[str]) -> dict[str, dict[str, Any]]:
     """Every file of the index must exist, be whole, and hold the tensors assigned to it. Other files are never read."""
-    index = _read_object(folder / INDEX)
+    index = read_object(folder / INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(index.get("metadata"), dict):
         raise ModelError(f'{INDEX} is malformed: it needs a "metadata" and a non-empty "weight_map"')
@@ -105,18 +108,24 @@ def _check_shards(folder: Path, listed: set[str]) -> None:
         # Only the name is checked. Links are followed: in the hub's cache every file is a link to another folder.
         # Whoever can place a link can place any bytes, but the index may come from someone else.
         if not re.fullmatch(r"[\w.-]+\.safetensors", shard):
-            raise ModelError(f"{INDEX} names {shard[:80]!r}: not a .safetensors file of this folder")
+            raise ModelError(f"{INDEX} names {shown(shard, 80)}: not a .safetensors file of this folder")
     if missing := [shard for shard in shards if shard not in listed]:
-        names = ", ".join(map(repr, missing[:8]))
+        names = ", ".join(shown(shard, 80) for shard in missing[:8])
         raise ModelError(f"{len(missing)} of {len(shards)} weight files are missing: {names}; incomplete download?")
     owner: dict[str, str] = {}
+    tensors: dict[str, dict[str, Any]] = {}
     for shard in shards:
-        for tensor in read_header(folder / shard):
+        header = read_header(folder / shard)
+        tensors |= header
+        for tensor in header:
             if owner.setdefault(tensor, shard) != shard:
-                raise ModelError(f"{owner[tensor]} and {shard} both hold {tensor!r}: files of two checkpoints?")
+                raise ModelError(
+                    f"{owner[tensor]} and {shard} both hold {shown(tensor, 80)}: files of two checkpoints?"
+                )
     if absent := [tensor for tensor, shard in weight_map.items() if owner.get(tensor) != shard]:
-        first = f"{absent[0]!r} to {weight_map[absent[0]]!r}, which does not hold it"
+        first = f"{shown(absent[0], 80)} to {weight_map[absent[0]]!r}, which does not hold it"
         raise ModelError(f"{INDEX} assigns {first} ({len(absent)} tensors in all): stale index?")
+    return tensors
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
@@ -150,10 +159,13 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         with safe_open(file, framework="numpy"):  # its own validation: gaps, overlaps, shapes against sizes
             return header
     except SafetensorError as error:
-        raise ModelError(f"{file.name} ({actual} bytes): inconsistent header, {str(error)!r}: {DOUBT}") from error
+        raise ModelError(
+            f"{file.name} ({actual} bytes): inconsistent header, {shown(str(error), 200)}: {DOUBT}"
+        ) from error
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ModelError for anything else."""
     try:
         value = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
 from typing import IO, Any
 
+from lean.errors import LeanError, UserError, one_line
+
+
+class NoHome(UserError):
+    """The user has no home folder, and no variable names another place."""
+
 
 def cache_dir() -> Path:
-    """lean's own folder: $LEAN_HOME, else $XDG_CACHE_HOME/lean, else ~/.cache/lean."""
-    if home := os.environ.get("LEAN_HOME"):
-        return Path(home).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "lean"
+    """lean's own folder: $LEAN_HOME, else $XDG_CACHE_HOME/lean, else ~/.cache/lean. Raises NoHome."""
+    home = os.environ.get("LEAN_HOME")
+    folder = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lean"
+    try:
+        return folder.expanduser().absolute()
+    except RuntimeError:
+        raise NoHome(
+            "this user has no home folder, so there is no place for lean's files: set LEAN_HOME to a folder"
+        ) from None
 
 
 def exclusive(file: IO[Any], *, refusal: Exception | None = None, waiting: str | None = None) -> None:
@@ -50,3 +62,35 @@ def write_atomically(file: Path, content: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+# The named place does not suit; anything else (a full disk, a quota) is no mistake of the user.
+_WRONG_PLACE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EINVAL,
+)
+
+
+def write_result(file: Path, content: bytes) -> None:
+    """Write a file that the user named: whole, or not at all. Links are followed; a device gets the bytes as they are.
+
+    Raises:
+        UserError: nothing can be written in that place. LeanError: the disk is full, or fails.
+    """
+    try:
+        target = Path(os.path.realpath(file))
+        if target.exists() and not target.is_file():  # /dev/stdout, a FIFO: nothing to replace
+            target.write_bytes(content)
+        else:
+            write_atomically(target, content)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        number = getattr(error, "errno", errno.EINVAL)
+        kind = UserError if number in _WRONG_PLACE else LeanError
+        raise kind(f"cannot write {one_line(file)}: {getattr(error, 'strerror', None) or one_line(error)}") from None

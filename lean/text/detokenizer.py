@@ -2,8 +2,20 @@
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are no character yet
+
+
+_HIDDEN: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
+
+
+def _hidden_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of all control tokens; a tokenizer's own list has only those with a role, such as BOS."""
+    if tokenizer not in _HIDDEN:
+        added = tokenizer.added_tokens_decoder.items()
+        _HIDDEN[tokenizer] = frozenset(tokenizer.all_special_ids) | {index for index, token in added if token.special}
+    return _HIDDEN[tokenizer]
 
 
 class Detokenizer:
@@ -15,7 +27,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)  # never shown, and no context for what follows
+        self._special = _hidden_ids(tokenizer)  # never shown, and no context for what follows
         self._ids: list[int] = []
         self._start = 0  # the window: tokens from here on, the first few only for context (spaces, merged characters)
         self._read = 0  # tokens before it had ended in a whole character

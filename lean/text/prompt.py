@@ -5,13 +5,13 @@ protection: special tokens that its text spells become control tokens. That is t
 """
 
 import logging
-import re
-import secrets
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from lean.errors import EMPTY_PROMPT, RequestError, one_line
+from lean.text.contents import check_arrival, mark, spans, write
+from lean.text.template import has_template, is_utf8, template_of
 
 log = logging.getLogger("lean")
 
@@ -31,11 +31,11 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool | None = None) -> list
     """
     if not prompt:
         raise RequestError(EMPTY_PROMPT)
-    if not _is_utf8(prompt):
+    if not is_utf8(prompt):
         raise RequestError("the prompt is not valid UTF-8 text")
-    if chat or (chat is None and _has_template(tokenizer)):
+    if chat or (chat is None and has_template(tokenizer)):
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
-    ids = list(tokenizer(prompt)["input_ids"])
+    ids = token_ids(tokenizer, prompt, add_special_tokens=True)
     if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
         log.warning("the prompt begins with %s and the tokenizer adds another one", tokenizer.bos_token)
     return ids
@@ -50,7 +50,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         RequestError: a message of another shape, no template, a template that fails, or one that changes a content
             which spells a control token.
     """
-    return _encode(tokenizer, _checked(tokenizer, messages))
+    return _encode(tokenizer, _checked(messages))
 
 
 def encode_next_turn(tokenizer: Any, messages: Sequence[Message], last_token_ids: Sequence[int]) -> list[int]:
@@ -66,10 +66,10 @@ def encode_next_turn(tokenizer: Any, messages: Sequence[Message], last_token_ids
     Raises:
         RequestError: as `encode_chat`, or a template that does not write the last answer exactly once.
     """
-    turns = _checked(tokenizer, messages)
+    turns = _checked(messages)
     if [turn["role"] for turn in turns[-2:]] != ["assistant", "user"]:
         raise RequestError("a next turn needs the assistant's answer and a user message as the last two messages")
-    answer = turns[-2]["content"] = _mark()  # in its place, as a template may trim the answer itself
+    answer = turns[-2]["content"] = mark()  # in its place, as a template may trim the answer itself
     ids = _encode(tokenizer, turns, after=answer)
     if last_token_ids and last_token_ids[-1] in ids:
         end = ids.index(last_token_ids[-1])
@@ -79,22 +79,8 @@ def encode_next_turn(tokenizer: Any, messages: Sequence[Message], last_token_ids
     return ids
 
 
-def _has_template(tokenizer: Any) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _checked(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, str]]:
+def _checked(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Role and content of each message, in a new list. Raises RequestError for a message of another shape."""
-    if not _has_template(tokenizer):
-        raise RequestError("the model has no chat template: use --no-chat to complete the text as it is")
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise RequestError(f"a conversation is a list of messages, not {type(messages).__name__}")
     if not messages:
@@ -112,7 +98,7 @@ def _checked(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, str]
             raise RequestError(f"{where} has the role {one_line(repr(role), 40)}: it must be one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise RequestError(f"{where}: the content must be text, not {type(content).__name__}")
-        if not _is_utf8(content):
+        if not is_utf8(content):
             raise RequestError(f"{where}: the content is not valid UTF-8 text")
         turns.append({"role": role, "content": content})
     return turns
@@ -120,35 +106,28 @@ def _checked(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, str]
 
 def _encode(tokenizer: Any, turns: list[dict[str, str]], after: str = "") -> list[int]:
     """Ids of the rendered conversation, or of what it has after the only occurrence of ``after``."""
-    text = _render(tokenizer, turns)
+    template = template_of(tokenizer)
+    text = write(template, turns)
     if after and text.count(after) != 1:
         raise RequestError(
-            "the chat template cannot continue a conversation: it must write the last answer exactly once"
+            f"{template.title} cannot continue a conversation: it must write the last answer exactly once"
         )
+    check_arrival(template, turns, text)
     start = text.index(after) + len(after)
     tokens = [token for token in _control_tokens(tokenizer) if token in text]
     spelled = {index: token for index, turn in enumerate(turns) for token in tokens if token in turn["content"]}
-    spans = _content_spans(tokenizer, turns, list(spelled), text) if spelled else []
-    if spans is None:
+    found = spans(template, turns, spelled, text) if spelled else []
+    if found is None:
         index, token = next(iter(spelled.items()))
         raise RequestError(
-            f"messages[{index}] contains the control token {one_line(token)}, and the chat template changes contents, "
+            f"messages[{index}] contains the control token {one_line(token)}, and {template.title} changes contents, "
             "so lean cannot keep that token apart from those of the template: remove it"
         )
-    bounds = [start, *(cut for cut in _cuts(text, spans, tokens) if cut > start), len(text)]
+    bounds = [start, *(cut for cut in _cuts(text, found, tokens) if cut > start), len(text)]
     ids: list[int] = []
     for begin, end in pairwise(bounds):
         ids += _piece_ids(tokenizer, text[begin:end], continues=begin > 0)
     return ids
-
-
-def _render(tokenizer: Any, turns: list[dict[str, str]]) -> str:
-    try:
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # the template is code of the model and may raise anything
-        raise RequestError(
-            f"the chat template cannot render this conversation: {one_line(error)}; try --no-chat"
-        ) from None
 
 
 def _control_tokens(tokenizer: Any) -> dict[str, int]:
@@ -158,56 +137,10 @@ def _control_tokens(tokenizer: Any) -> dict[str, int]:
     return {token: index for token, index in added if len(token) > 1 and token.replace("▁", " ").strip()}
 
 
-def _mark() -> str:
-    """A random word: no message contains it, and no template changes it."""
-    return f"x{secrets.token_hex(16)}"
-
-
-def _content_spans(
-    tokenizer: Any, turns: list[dict[str, str]], indices: list[int], text: str
-) -> list[tuple[int, int]] | None:
-    """(begin, end) in the rendered ``text`` of the contents of the turns ``indices``; None if they cannot be located.
-
-    A rendering with marks in place of these contents gives the text around each of them. A second and a third one show
-    every other content between marked neighbours: a content is rendered as what stands between the texts around it.
-    Contents cannot imitate a mark, so none can pass for the text around it.
-    """
-    mark = _mark()
-
-    def render(shown: set[int]) -> str:
-        marked = [dict(turn) for turn in turns]
-        for index in set(indices) - shown:
-            marked[index]["content"] = f"{mark}{index:06}"
-        return _render(tokenizer, marked)
-
-    try:
-        parts = re.split(f"({mark}\\d{{6}})", render(set()))  # surroundings, mark, surroundings, ..., surroundings
-        order = {place: int(parts[place][-6:]) for place in range(1, len(parts), 2)}
-        places = list(order)
-        whole = parts.copy()
-        for shown in (places[::2], places[1::2]):
-            rendered = render({order[place] for place in shown})
-            assembled = parts.copy()
-            for place in shown:
-                left = parts[place - 2] if place > 1 else ""
-                right = parts[place + 2] if place + 2 < len(parts) else ""
-                begin = rendered.find(left) + len(left) + len(parts[place - 1])
-                end = (rendered.find(right) if right else len(rendered)) - len(parts[place + 1])
-                assembled[place] = whole[place] = rendered[begin:end]
-            if "".join(assembled) != rendered:
-                return None
-    except RequestError:  # a template that wants certain contents
-        return None
-    if "".join(whole) != text:
-        return None
-    ends = list(accumulate(map(len, whole)))
-    return [(ends[place - 1], ends[place]) for place in places]
-
-
-def _cuts(text: str, spans: list[tuple[int, int]], tokens: list[str]) -> list[int]:
+def _cuts(text: str, spans: list[tuple[int, int, int]], tokens: list[str]) -> list[int]:
     """Where to cut the text: inside the text of every token that overlaps a span, and inside no other."""
     cuts = set()
-    for start, end in spans:
+    for _, start, end in spans:
         for token in tokens:
             at = text.find(token, max(0, start - len(token) + 1), end + len(token) - 1)
             while at >= 0:
@@ -216,12 +149,29 @@ def _cuts(text: str, spans: list[tuple[int, int]], tokens: list[str]) -> list[in
     return sorted(cuts)
 
 
-def _piece_ids(tokenizer: Any, text: str, continues: bool) -> list[int]:
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def token_ids(tokenizer: Any, text: str, add_special_tokens: bool | None = False) -> list[int]:
+    """Token ids of a text.
 
+    Args:
+        add_special_tokens: whether the tokenizer adds tokens such as BOS; None: as it does by default.
+
+    Raises:
+        RequestError: the text is not text in UTF-8, or the tokenizer, whose files may be damaged, cannot encode it.
+    """
+    if not isinstance(text, str):
+        raise RequestError(f"a text to encode must be a string, not {type(text).__name__}")
+    if not is_utf8(text):
+        raise RequestError("the text is not valid UTF-8: it has half of a surrogate pair")
+    special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+    try:
+        return list(tokenizer(text, verbose=False, **special)["input_ids"])
+    except Exception as error:
+        raise RequestError(f"the model's tokenizer cannot encode this text: {one_line(error)}") from None
+
+
+def _piece_ids(tokenizer: Any, text: str, continues: bool) -> list[int]:
     if continues:  # SentencePiece puts a space before every text; here it goes before the newline
-        newline, joined = ids("\n"), ids("\n" + text)
+        newline, joined = token_ids(tokenizer, "\n"), token_ids(tokenizer, "\n" + text)
         if joined[: len(newline)] == newline:
             return joined[len(newline) :]
-    return ids(text)
+    return token_ids(tokenizer, text)

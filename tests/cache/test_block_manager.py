@@ -5,7 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lean.cache.block_manager import NULL_BLOCK, BlockManager, BlockPool, PoolRule, hash_block
+from lean.cache.block_manager import NULL_BLOCK, BlockManager, BlockPool, PoolRule, StateCopy, hash_block
 
 
 def manager(*rules: PoolRule, block_size: int = 8) -> BlockManager:
@@ -180,6 +180,33 @@ def test_check_integrity_finds_damage(damage):
         m.check_integrity()
 
 
+def test_states_are_shared_after_a_fork_and_copied_before_one_of_the_two_writes():
+    m = BlockManager((PoolRule(16),), 8, num_slots=2)
+    m.append(0, 5)
+    m.fork(0, 1)
+    assert m.slot(0) == m.slot(1)
+    assert not m.state_copies
+    m.append(1, 1)
+    assert m.slot(0) != m.slot(1)
+    assert m.state_copies == [StateCopy(m.slot(0), m.slot(1))]
+    m.append(0, 1)
+    assert len(m.state_copies) == 1  # it is the only reader now
+    m.check_integrity()
+    assert not m.can_append(2, 1)  # there are two slots
+    m.free(1)
+    assert m.can_append(2, 1)
+
+
+def test_no_token_is_taken_back_from_states():
+    m = BlockManager((PoolRule(16),), 8, num_slots=1)
+    m.append(0, 5)
+    m.truncate(0, 5)
+    with pytest.raises(ValueError, match="states hold 5 tokens"):
+        m.truncate(0, 4)
+    assert m.num_tokens(0) == 5
+    m.check_integrity()
+
+
 class Conservation(RuleBasedStateMachine):
     """free + used = total after every step, over pools with and without window."""
 
@@ -187,9 +214,9 @@ class Conservation(RuleBasedStateMachine):
     WINDOWED = st.builds(PoolRule, st.integers(1, 30), st.integers(1, 40), st.integers(0, 12))
     POOLS = st.lists(WINDOWED | st.builds(PoolRule, st.integers(1, 30)), min_size=1, max_size=3)
 
-    @initialize(rules=POOLS, block_size=st.sampled_from([8, 16]))
-    def start(self, rules, block_size):
-        self.manager = BlockManager(rules, block_size)
+    @initialize(rules=POOLS, block_size=st.sampled_from([8, 16]), num_slots=st.sampled_from([0, 0, 3]))
+    def start(self, rules, block_size, num_slots):
+        self.manager = BlockManager(rules, block_size, num_slots)
         self.lengths: dict[int, int] = {}
 
     @rule(seq_id=SEQUENCES, count=st.integers(1, 70))
@@ -219,7 +246,7 @@ class Conservation(RuleBasedStateMachine):
         try:
             self.manager.truncate(seq_id, length)
         except ValueError:
-            assert any(pool_rule.bounded for pool_rule in self.manager.rules)
+            assert any(pool_rule.bounded for pool_rule in self.manager.rules) or self.manager.slots is not None
             return
         self.lengths[seq_id] = length
         for index, pool_rule in enumerate(self.manager.rules):
@@ -240,6 +267,8 @@ class Conservation(RuleBasedStateMachine):
             tables = [self.manager.table(seq_id, index) for seq_id in self.lengths]
             assert pool.num_used == sum(block != NULL_BLOCK for table in tables for block in table)
             assert pool.num_free + pool.num_used == pool.num_blocks
+        if self.manager.slots is not None:
+            assert self.manager.slots.num_used == len(self.lengths)
         assert self.manager.tokens_held() == sum(self.lengths.values())
 
 

@@ -7,7 +7,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from lean.cli import main as cli
+from lean.cli.ending import run_to_end
+from lean.cli.main import run_command
 
 
 @pytest.fixture
@@ -54,8 +55,6 @@ def lean(environment, monkeypatch, capsys):
     def call(*arguments, stdin=b""):
         monkeypatch.setattr(sys, "argv", ["lean", *arguments])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code, *capsys.readouterr()
+        return run_to_end(run_command), *capsys.readouterr()
 
     return call

@@ -12,8 +12,8 @@ from lean.cli import batch
 from lean.cli.batch import BatchSummary, run_batch
 from lean.cli.batch_rows import Row, read_rows
 from lean.config import EngineConfig
+from lean.engine.logprobs import TokenLogprob
 from lean.engine.request import RequestOutput
-from lean.engine.sampler import TokenLogprob
 from lean.llm import LLM
 
 

@@ -96,6 +96,10 @@ def test_paths_that_cannot_be_a_file_of_results_are_refused(tmp_path, prompts, o
     (tmp_path / "soft").symlink_to(file)
     (tmp_path / "hard").hardlink_to(file)
     (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "there").symlink_to("back")
+    (tmp_path / "back").symlink_to("there")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "no" / "out")
+    (tmp_path / "new").symlink_to(out)
     os.mkfifo(tmp_path / "pipe")
     for place in (file, tmp_path / "." / file.name, tmp_path / "soft", tmp_path / "hard"):
         assert "holds the prompts" in refusal(read_done, place, file)
@@ -103,10 +107,13 @@ def test_paths_that_cannot_be_a_file_of_results_are_refused(tmp_path, prompts, o
     assert "make it first" in refusal(read_done, tmp_path / "no" / "out", file)
     assert "make it first" in refusal(read_done, file / "out", file)
     assert "not a regular file" in refusal(read_done, tmp_path / "pipe", file)
-    for name in ("a\0b", "x" * 300, "loop"):
-        assert "cannot write" in refusal(read_done, tmp_path / name, file)
+    assert "make it first" in refusal(read_done, tmp_path / "nowhere", file)
+    for name in ("a\0b", "x" * 300, "loop", "there", "back", "loop/out"):
+        for given in (file, None):
+            assert "cannot write" in refusal(read_done, tmp_path / name, given)
     assert file.read_bytes() == before
-    assert read_done(out, file) == set()
+    for place in (out, tmp_path / "new"):
+        assert read_done(place, file) == set()
     assert not out.exists()
 
 

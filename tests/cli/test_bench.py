@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from census_models import build
 from commands import lean, refused
 
 from lean.eval.bench.profile import PARTS
@@ -22,7 +24,7 @@ def folder(tiny):
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch):
     monkeypatch.setattr("lean.eval.bench.attention.COLD_BYTES", 2**16)
-    monkeypatch.setattr("lean.eval.bench.timing.COLD_BYTES", 2**16)
+    monkeypatch.setattr("lean.eval.bench.memory.COLD_BYTES", 2**16)
 
 
 def rows(*args):
@@ -60,8 +62,6 @@ def test_attention_rows_name_formats_residuals_and_peers():
 
 def test_attention_contenders_compute_the_same():
     """lean and the peers attend to the same keys, so their outputs agree."""
-    import torch
-
     from lean.eval.bench.attention import Shape, lean_calls, sdpa_calls
 
     def outcome(calls):
@@ -140,7 +140,7 @@ def test_a_picture_has_a_line_per_format_and_peer(folder, tmp_path):
 
 def test_contenders_take_turns():
     order = []
-    timings = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3)
+    timings = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3, torch.device("cpu"))
     assert len(order) == 8
     assert all({*order[i : i + 2]} == {"a", "b"} for i in range(0, 8, 2))
     assert set(timings) == {"a", "b"}
@@ -174,3 +174,18 @@ def test_what_cannot_be_measured_is_refused_in_one_line(folder):
     assert "--rounds 0" in refused("bench", "attention", "--rounds", "0")
     assert "--max-model-len" in refused("bench", "decode", folder, "--context", "30", "--max-model-len", "99")
     assert "--compile" in refused("bench", "profile", folder, "--context", "30", "--compile")
+
+
+def test_latent_vectors_are_one_shape_of_attention():
+    found = rows("bench", "attention", "--shape", "4/1x40:32", "--context", "70", "--kv-dtype", "int8", "--rounds", "2")
+    assert {(row["num_q_heads"], row["num_kv_heads"], row["head_dim"]) for row in found} == {(4, 1, 40)}
+    assert "first 48 of the 40" in refused("bench", "attention", "--shape", "4/1x40:48")
+    assert "first 32 of the 64" in refused("bench", "attention", "--shape", "4/1x64:32")
+
+
+def test_expanded_is_a_peer_of_latent_attention_alone(tmp_path, folder):
+    build("deepseek_v3", tmp_path / "mla")
+    arguments = "--context", "30", "--kv-dtype", "fp32", "--dtype", "float32", "--against", "expanded"
+    [row] = rows("bench", "decode", str(tmp_path / "mla"), *arguments)
+    assert (row["peer"], row["num_kv_heads"]) == ("expanded", 1)
+    assert "latent attention" in refused("bench", "decode", folder, *arguments)

@@ -1,5 +1,8 @@
 """Every mistake of a user is one line on stderr and exit code 2."""
 
+import json
+import shutil
+
 import pytest
 from commands import assert_refused
 
@@ -19,7 +22,7 @@ BAD = {
     "not UTF-8": (("MODEL", "hi \udcff"), "UTF-8"),
     "little memory": (("MODEL", "hi", "--kv-memory", "1KiB"), "--kv-memory"),
     "no size": (("MODEL", "hi", "--kv-memory", "lots"), "lots"),
-    "too many blocks": (("MODEL", "hi", "--num-blocks", "1000000000000000"), "--num-blocks"),
+    "too many blocks": (("MODEL", "hi", "--num-blocks", "1000000000"), "--num-blocks"),
     "two sizes": (("MODEL", "hi", "--num-blocks", "4", "--kv-memory", "1MiB"), "num-blocks"),
     "beyond the model": (("MODEL", "hi", "--max-model-len", "513"), "512"),
     "no residual": (("MODEL", "hi", "--kv-dtype", "bf16", "--kv-residual-length", "64"), "kv-residual-length 64"),
@@ -58,6 +61,25 @@ def test_bad_input_is_one_line_and_exit_code_2(lean, model, arguments, word):
 def test_a_prompt_this_model_cannot_take_is_one_line_after_the_start_up_line(lean, model):
     assert_refused(lean("run", model, "x" * 513, "--json"), "513 tokens", lines=2)
     assert_refused(lean("run", model, "hi", "--chat"), "no chat template", lines=2)
+
+
+TEMPLATES = {
+    "{{ 'x' * 1000000000 }}": "needed more than 512 MiB of memory",
+    "{% for m in messages %}{{ m.role }}{% endfor %}": "does not write the text of messages[0] (user)",
+    "{{ raise_exception('not today') }}": "cannot render this conversation: not today",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_that_cannot_be_used_is_one_line_that_names_the_model(lean, model, template, tmp_path, prompts):
+    folder = shutil.copytree(model, tmp_path / "hostile")
+    (folder / "chat_template.jinja").write_text(template)
+    result = lean("run", str(folder), "hi", "--no-probe")
+    assert_refused(result, TEMPLATES[template], lines=2)
+    assert "the chat template of " in result[2]
+    rows, out = prompts({"messages": [{"role": "user", "content": "hi"}]}), tmp_path / "out.jsonl"
+    assert lean("run", str(folder), "--prompts", str(rows), "--out", str(out), "--no-probe")[0] == 2
+    assert TEMPLATES[template] in json.loads(out.read_text())["error"]
 
 
 def test_bad_input_to_the_other_commands_is_one_line_too(lean, model, monkeypatch):

@@ -14,12 +14,19 @@ from tiny import KINDS, tokens
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from lean import LLM, EngineConfig, SamplingParams
-from lean.engine.decode_steps import DecodeBatch, Step, buckets, keep_compiled_code
-from lean.kernels.ops import is_recordable
+from lean.engine import decode_steps
+from lean.engine.cuda_graphs import Step
+from lean.engine.decode_batch import DecodeBatch
+from lean.engine.decode_steps import buckets, fit_compilers, keep_compiled_code
+from lean.errors import KernelError
+from lean.kernels.ops import paged_attention
+from lean.machine.cpus import Cpus
 from lean.model.info import inspect_model
 from lean.model.load import LoadedModel, load_model
 from lean.report import start_up_line
 from lean.store.source import resolve
+
+pytestmark = pytest.mark.usefixtures("home")  # compiled code lies beside the models
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 SMALL = dict.fromkeys(KINDS, TWO_LAYERS) | {
@@ -75,6 +82,9 @@ class CalledAgain:
             return output.copy_(step())
 
         return replay
+
+    def forget(self) -> None:
+        pass
 
 
 def start(model: LoadedModel, backend: object = None, record: object = None, **config: object) -> LLM:
@@ -139,10 +149,30 @@ def test_a_crowd_that_is_preempted_gets_the_tokens_of_eager_steps(model, way):
 def test_a_recorded_step_is_made_once_per_bucket_and_run_again_for_every_token(model, deterministic):
     record, config = CalledAgain(), {"prefill_chunk": 1, "deterministic": deterministic, **KV["llama"]}
     llm = start(model("llama"), record=record, **config)
-    assert (record.recorded, record.replayed) == (len(buckets(4)), len(buckets(4)))
+    assert record.recorded == len(buckets(4))
+    ready = record.replayed
     # One sequence in bucket 1 has no padding: the same products, the same bits. No later step overwrites a row.
     assert torch.equal(hidden(llm, 100), hidden(start(model("llama"), **config), 100))
-    assert (record.recorded, record.replayed) == (len(buckets(4)), len(buckets(4)) + 100)
+    assert (record.recorded, record.replayed) == (len(buckets(4)), ready + 100)
+
+
+def test_recorded_steps_reach_little_further_than_the_sequences(model, monkeypatch):
+    """A recorded grid covers all positions of the block tables: those of a short sequence must be narrow."""
+    monkeypatch.setattr("lean.engine.decode_steps.SHORTEST_REACH", 16)
+    record = CalledAgain()
+    config = {"prefill_chunk": 1, **KV["llama"], "max_model_len": 300, "max_num_seqs": 1}
+    llm = start(model("llama"), record=record, **config)
+    want, reached = hidden(start(model("llama"), **config), 150), []
+
+    def watched(query, pool, block_tables, starts, seq_lens, **rule):
+        reached.append((block_tables.shape[1] * pool.layout.block_size, int(seq_lens.max())))
+        return paged_attention(query, pool, block_tables, starts, seq_lens, **rule)
+
+    monkeypatch.setattr("lean.model.attention.paged_attention", watched)
+    assert torch.equal(hidden(llm, 150), want)
+    assert record.recorded == 4  # tables for 304, 16, 64 and 256 tokens
+    assert all(width <= max(16, 4 * length) for width, length in reached if length)
+    assert max(length for _, length in reached) == 150
 
 
 def test_padding_changes_no_bit_in_deterministic_mode(model):
@@ -179,7 +209,7 @@ def test_rows_behind_the_sequences_are_padding(model):
     chunks = scheduler(llm).schedule()
     batch = DecodeBatch(manager(llm), 4, 128, torch.device("cpu"), torch.float64, runner(llm).sink_rotary)
     batch.fill(chunks, 4, [20, 0])
-    found, want = batch.inputs(4).batch, runner(llm).batch(chunks)
+    found, want = batch.inputs(4, batch.width).batch, runner(llm).batch(chunks)
     assert found.query_start_loc.tolist() == [0, 1, 2, 2, 2]
     assert found.seq_lens.tolist() == [62, 4, 0, 0]
     assert torch.equal(found.positions[:2], want.positions)
@@ -227,14 +257,17 @@ def test_a_step_that_cannot_be_recorded_is_refused_with_what_to_do(model):
     assert "--enforce-eager" in message
 
 
+def test_a_kernel_that_cannot_be_compiled_is_no_fault_of_recording(model):
+    failure = KernelError("too little shared memory", "use another format")
+
+    def record(step: Step) -> Step:
+        raise failure
+
+    assert refusal(runner(start(model("llama"))).prepare_decode, 1, 128, None, record) == str(failure)
+
+
 def test_compile_and_deterministic_exclude_each_other():
     assert "--deterministic" in refusal(EngineConfig, compile=True, deterministic=True)
-
-
-def test_the_torch_reference_is_never_recorded(monkeypatch):
-    monkeypatch.setenv("LEAN_KERNELS", "reference")
-    assert not is_recordable(torch.device("cpu"))
-    assert not is_recordable(torch.device("cuda"))
 
 
 def test_compiled_code_is_kept_beside_the_models_unless_the_environment_names_a_folder(home, monkeypatch):
@@ -244,6 +277,22 @@ def test_compiled_code_is_kept_beside_the_models_unless_the_environment_names_a_
     assert keep_compiled_code() == str(home / "compiled")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     assert keep_compiled_code() == "/elsewhere"
+
+
+def test_compiling_processes_are_no_more_than_the_cpus_of_the_quota(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(decode_steps, "find_cpus", lambda: Cpus(64, 64, 2.0))
+    with config.patch(compile_threads=32):  # the setting cannot be put back in another way
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "32")
+        fit_compilers()
+        assert config.compile_threads == 32
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+        fit_compilers()
+        assert config.compile_threads == 2
+    with config.patch(compile_threads=1):
+        fit_compilers()
+        assert config.compile_threads == 1
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from draws import LOGITS, make
+from draws import LOGITS, make, token_logprobs
 
-from lean.engine.sampler import TokenLogprob, token_logprobs
+from lean.engine.logprobs import TokenLogprob
 from lean.errors import EngineError
 
 

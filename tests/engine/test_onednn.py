@@ -52,7 +52,7 @@ def test_only_steps_of_one_row_leave_onednn(tiny):
 
 
 @needs_x86
-def test_compiled_steps_of_one_row_leave_onednn_too(tiny):
+def test_compiled_steps_of_one_row_leave_onednn_too(tiny, home):
     llm = LLM(str(tiny("llama", num_hidden_layers=2)), EngineConfig(dtype="bfloat16", max_num_seqs=2))
     seen = []
 

@@ -70,6 +70,10 @@ def test_conversations_are_rendered_by_the_models_template(exact, monkeypatch):
     messages[-1]["role"] = "assistant"
     assert exact.apply_chat_template(messages, add_generation_prompt=False) == "[assistant]Hi"
     assert exact.chat_template(True) == template
+    monkeypatch.setattr(exact.tokenizer, "chat_template", "{{ 'x' * 1000000000 }}")
+    assert "512 MiB" in refusal(exact.apply_chat_template, messages)
+    monkeypatch.setattr(exact.tokenizer, "chat_template", "{{ messages[-1].content }}")
+    assert "messages[0] (system)" in refusal(exact.apply_chat_template, messages)
     assert exact.tokenizer_name
 
 

@@ -52,7 +52,7 @@ def test_bos_can_be_asked_for_and_turned_off(folder, bos_folder):
     for source in (folder, bos_folder):
         assert lean(source, add_bos_token=True).tok_encode("ab")[:2].count(BOS) == 1
         assert BOS not in lean(source, add_bos_token=False).tok_encode("ab")
-    assert lean(folder, prefix_token_id=7)._pair("", "ab")[0] == [7]
+    assert lean(folder, prefix_token_id=7)._pair(instances("loglikelihood", [("", "ab")])[0])[0] == [7]
     assert "never" in lean(folder, add_bos_token=False).bos_rule
 
 

@@ -105,7 +105,7 @@ def test_lengths_beyond_the_engine_are_refused_before_anything_runs(tiny):
     limit = llm.size.max_model_len - ANSWER_TOKENS
     message = refusal(run_needle, llm, TEXT, (400, limit + 1), (0,))
     assert str(limit + 1) in message
-    assert f"at most {limit}," in message
+    assert message.endswith(f"at most {limit}")
     assert not llm.has_work
     assert share(run(llm, (limit,), (0,), trials=1)) == [0]
     paged = LLM(llm.model, EngineConfig(num_blocks=14, max_num_seqs=1))  # 448 tokens
@@ -142,9 +142,10 @@ def test_the_demo_model_finds_needles_in_its_cache_and_loses_needles_beyond_a_wi
     from lean.store.pull import pull
 
     torch.set_num_threads(2)
-    exact = LLM(str(pull("smollm2-135m")), EngineConfig(kv_dtype="auto"))
-    assert sum(cell.correct for cell in run(exact, (1024,), (0, 50, 100), trials=3)) >= 8
-    windowed = LLM(exact.model, EngineConfig(kv_dtype="auto", window=256))
-    lost, lost_too, kept = run(windowed, (1024,), (0, 50, 100), trials=3)
+    # float32: many CPUs have no products in bfloat16, and take five times as long.
+    exact = LLM(str(pull("smollm2-135m")), EngineConfig(kv_dtype="auto", dtype="float32"))
+    assert sum(cell.correct for cell in run(exact, (512,), (0, 50, 100), trials=3)) >= 8
+    windowed = LLM(exact.model, EngineConfig(kv_dtype="auto", window=128))
+    lost, lost_too, kept = run(windowed, (512,), (0, 50, 100), trials=3)
     assert lost.correct == lost_too.correct == 0
     assert kept.correct >= 2

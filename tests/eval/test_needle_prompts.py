@@ -9,6 +9,7 @@ import pytest
 from helpers import refusal
 from needles import ASKED, TEXT, TOKENIZERS, Searcher, digest, make_tokenizer, run, share
 from tiny import byte_tokenizer
+from tokenizers import Regex, normalizers
 
 
 @pytest.fixture(scope="module", params=[(name, chat) for name in TOKENIZERS for chat in (False, True)], ids=str)
@@ -16,14 +17,27 @@ def tokenizer(request):
     return make_tokenizer(*request.param)
 
 
+INDENTED = "\n\n".join(
+    f"{' ' * (n * 7 % 61)}Ship {n} went to sea.{' ' * (n * 5 % 37)}It came back." for n in range(400)
+)
+NEWLINES = "".join(f"Ship {n} went to sea{'.' * (n % 2)}" + "\n" * (n * 11 % 43 + 1) for n in range(400))
+
+
 @pytest.mark.parametrize("length", [450, 777, 3000])
-def test_prompts_have_the_length_asked_for_template_and_question_included(tokenizer, length):
+@pytest.mark.parametrize("text", [TEXT, INDENTED, NEWLINES], ids=["docs", "indented", "newlines"])
+def test_prompts_have_the_length_asked_for_template_and_question_included(tokenizer, text, length):
     engine = Searcher(tokenizer)
-    run(engine, (length,), (0, 33, 100))
+    run(engine, (length,), (0, 33, 100), text=text)
     assert len(engine.prompts) == 12
-    short = 4 if "merges" in tokenizer.name_or_path else 12  # an indentation beside the needle is a token or many
+    short = 4 if "merges" in tokenizer.name_or_path else 1  # a character more at the beginning changes the merges there
     for ids in engine.prompts:
         assert length - short <= len(ids) <= length
+
+
+def test_a_text_of_which_a_tokenizer_makes_no_tokens_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("[字\n]"), "")
+    assert "too few tokens" in refusal(run, Searcher(tokenizer), text="字" * 9)
 
 
 def test_a_text_that_is_too_short_is_repeated(tokenizer):

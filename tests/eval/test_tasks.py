@@ -138,6 +138,7 @@ def test_results_are_plain_json_with_errors_items_truncation_and_the_engine(exac
     choice = found["tasks"]["local_choice"]
     assert choice["num_items"] == 4
     assert choice["num_fewshot"] == 0
+    assert choice["failed"] == choice["encoded_apart"] == {"items": 0, "first": None}
     assert choice["truncated"] == {"items": 1, "of": 4, "max_tokens_dropped": 750 + len(" Answer: perhaps") - 513}
     assert choice["metrics"]["acc"]["higher_is_better"]
     assert 0 < choice["metrics"]["acc"]["stderr"] < 0.5
@@ -166,7 +167,7 @@ def test_few_shot_examples_become_turns_of_a_conversation(exact, local_tasks, no
     monkeypatch.setattr(exact.model.tokenizer, "chat_template", template)
     contexts = []
     pair = LeanLM._pair
-    monkeypatch.setattr(LeanLM, "_pair", lambda self, *texts: contexts.append(texts[0]) or pair(self, *texts))
+    monkeypatch.setattr(LeanLM, "_pair", lambda self, item: contexts.append(item.args[0]) or pair(self, item))
     found = run_tasks(
         exact, ["local_choice"], num_fewshot=2, limit=1, include_path=local_tasks, apply_chat_template=True
     )
@@ -276,7 +277,8 @@ def test_the_lm_eval_command_has_the_model_lean_and_the_cloze_task(source, tmp_p
 @pytest.mark.slow
 def test_the_demo_model_fills_gaps_far_better_than_chance():
     torch.set_num_threads(2)
-    found = run_tasks(LLM("smollm2-135m"), ["lean_cloze"])["tasks"]["lean_cloze"]
+    llm = LLM("smollm2-135m", EngineConfig(dtype="float32"))  # many CPUs have no products in bfloat16
+    found = run_tasks(llm, ["lean_cloze"], limit=60)["tasks"]["lean_cloze"]
     print(found)
     acc = found["metrics"]["acc"]
     assert acc["value"] - 4 * acc["stderr"] > 0.25

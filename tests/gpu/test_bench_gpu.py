@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
-from lean.eval.bench.gpu.plan import FORMATS, TOLERANCE, Figure, missed
+from lean.eval.bench.gpu.plan import FORMATS, TOLERANCE, TOY, Figure, missed
 
 
 def test_every_part_runs_with_the_interpreter_and_every_variant_is_right(tmp_path) -> None:
@@ -20,11 +21,13 @@ def test_every_part_runs_with_the_interpreter_and_every_variant_is_right(tmp_pat
     correct = [f for f in figures if f.part == "correctness"]
     assert {f.variant.split()[0] for f in correct} == set(FORMATS)
     assert {f.variant.split()[1] for f in correct} == {"plain", "residual", "everything"}
+    assert {f.variant.split()[2] for f in correct} == {"chunk", "decode"}
     assert all(0 <= f.value <= TOLERANCE for f in correct)
     decode = {f.variant for f in figures if f.part == "decode"}
     assert decode == {*FORMATS, *(f"{fmt}+R" for fmt in FORMATS if fmt != "bf16"), "torch SDPA"}
-    assert {f.part for f in figures} == {"correctness", "decode", "prefill", "model"}
-    assert all(f.ms and f.ms > 0 and f.value > 0 for f in figures if f.part != "correctness")
+    assert found["parts"] == {"done": list(TOY.seconds), "not_done": []}
+    assert {f.part for f in figures} == set(TOY.seconds)
+    assert all(f.ms and f.ms > 0 and f.value > 0 for f in figures if f.part not in ("correctness", "bandwidth"))
 
 
 def decoded(variant: str, ms: float, share: float, speedup: float) -> Figure:
@@ -36,4 +39,6 @@ def test_what_falls_short_of_the_targets_is_named() -> None:
     assert missed(good) == []
     slow = [decoded("bf16", 2.0, 0.7, 1.0), decoded("int4", 1.0, 0.5, 2.0), decoded("int4+R", 1.2, 0.5, 1.67)]
     assert len(missed(slow)) == 3
+    unknown = [replace(slow[0], value=480.0, unit="GB/s"), *slow[1:]]  # no copy bandwidth to compare bf16 with
+    assert missed(unknown) == missed(slow)[1:]
     assert len(missed([Figure("correctness", "fp8 plain", "6/2x64", 3, 500, None, float("inf"), "error")])) == 1

@@ -2,22 +2,36 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from triton_interpreter import TARGET, plan_attention, plan_kv_write
 
 from lean.kernels.call import AttentionCall, WriteCall
 from lean.kernels.layout import KVLayout
-from lean.kernels.triton import common, launch
+from lean.kernels.triton import common, launch, parameters
 from lean.quant import parse_kv_dtype, raw_format
 
 
 def test_what_no_kernel_serves_is_named() -> None:
     int4, int8, fp64 = (parse_kv_dtype(name)[0] for name in ("int4", "int8", "fp64"))
-    assert launch.unsupported(int8, int8, 80, 80, torch.bfloat16) is None
-    assert "head_dim 72" in (launch.unsupported(int4, int4, 72, 72, torch.bfloat16) or "")
-    assert "fp64" in (launch.unsupported(fp64, fp64, 64, 64, torch.bfloat16) or "")
-    assert "320" in (launch.unsupported(int8, int8, 320, 64, torch.bfloat16) or "")
-    assert "float64" in (launch.unsupported(int8, int8, 64, 64, torch.float64) or "")
+    assert launch.lacking(int8, int8, 80, 80, torch.bfloat16) is None
+    assert "head_dim 72" in (launch.lacking(int4, int4, 72, 72, torch.bfloat16) or "")
+    assert "fp64" in (launch.lacking(fp64, fp64, 64, 64, torch.bfloat16) or "")
+    assert "320" in (launch.lacking(int8, int8, 320, 64, torch.bfloat16) or "")
+    assert "float64" in (launch.lacking(int8, int8, 64, 64, torch.float64) or "")
+
+
+@pytest.mark.parametrize("version", [(3, 6), (3, 7), (3, 9), (3, 10)])
+def test_only_prefill_on_sm_100_and_sm_103_before_triton_3_9_lets_the_compiler_move_ptx(monkeypatch, version) -> None:
+    monkeypatch.setattr(parameters, "_TRITON", version)
+    moved = {100, 103} if version < (3, 9) else set()
+    for arch in (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121):
+        target = parameters.Target("cuda", arch)
+        assert target.widen == common.PACKED.value
+        assert target.widen_in_prefill(64) == (common.PACKED_PURE if arch in moved else common.PACKED).value
+        assert target.widen_in_prefill(32) == common.PACKED.value
+    for target in (TARGET, parameters.Target("hip", "gfx942"), parameters.Target("hip", "gfx1100")):
+        assert target.widen == target.widen_in_prefill(64) == common.PORTABLE.value
 
 
 def test_a_launch_depends_on_shapes_alone() -> None:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 ATTENTION = ("decode", "prefill")
+LATENT = (288, 576)  # sizes of latent vectors, see `report.LATENT`
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,10 @@ def test_products_use_matrix_instructions(rows: list[dict]) -> None:
 
 
 def test_two_programs_fit_into_the_shared_memory_of_an_sm_86(rows: list[dict]) -> None:
+    """Of latent vectors one."""
+    on_sm_86 = [r for r in rows if r["target"] == "sm_86"]
     assert not failing(
-        [r for r in rows if r["target"] == "sm_86"], lambda row: 2 * (row["shared_bytes"] + 1024) <= 102400
+        on_sm_86, lambda row: (1 if row["head_dim"] in LATENT else 2) * (row["shared_bytes"] + 1024) <= 102400
     )
 
 
@@ -54,6 +57,12 @@ def test_decode_leaves_the_multiprocessors_idle_slots_on_consumer_gpus(rows: lis
         (f, d) for f in ("int8", "fp8", "int4") for d in (64, 128)
     }
     assert not failing(decode, lambda row: 0 < row["issue_slots_per_kv_byte"] <= 0.6 * 19.0)
+
+
+def test_prefill_compiles_for_sm_100(rows: list[dict]) -> None:
+    """Triton before 3.9 does not compile a loop with tcgen05 instructions where PTX must stay in its place."""
+    prefill = [r for r in rows if r["kernel"] == "prefill" and r["target"] == "sm_100"]
+    assert {(r["format"], r["head_dim"]) for r in prefill} >= {(f, 64) for f in ("int8", "fp8", "int4", "k8v4")}
 
 
 def test_fp8_compiles_for_targets_without_e4m3_and_for_those_with(rows: list[dict]) -> None:

@@ -14,7 +14,7 @@ from lean.quant import FP8, INT4, INT8, KVFormat
 
 HEADS = Heads(4, 2, 16, 24)
 TYPES = {
-    "Tensor": torch.Tensor, "Optional[Tensor]": torch.Tensor | None, "int": int, "float": float,
+    "Tensor": torch.Tensor, "Optional[Tensor]": torch.Tensor | None, "int": int, "float": float, "bool": bool,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lean.cli import doctor
-from lean.kernels import ops
+from lean.kernels import serving
 from lean.kernels.cpu import binding, build
 
 CPU = torch.device("cpu")
@@ -79,9 +79,9 @@ def test_the_name_changes_with_every_source(monkeypatch, tmp_path):
 def test_the_start_up_line_says_what_is_missing_and_how_to_build_it(monkeypatch, nothing_built, tmp_path):
     monkeypatch.setenv("CXX", compiler(tmp_path, "exit 0"))
     lost = "torch reference (cpu), many times slower than the C++ kernels, which are not built: "
-    assert ops.backend(CPU) == lost + build.HOW
+    assert serving.backend(CPU) == lost + build.HOW
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert ops.backend(CPU) == f"{lost}install g++, then {build.HOW}"
+    assert serving.backend(CPU) == f"{lost}install g++, then {build.HOW}"
 
 
 def test_the_doctor_notes_missing_kernels_and_says_why_a_build_fails(monkeypatch, nothing_built):

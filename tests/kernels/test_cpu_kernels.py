@@ -11,7 +11,7 @@ import resident
 import torch
 from attention_oracle import RULES, Heads, PagedCache, Rule, Tokens, error, exact_formats, expected, filled, same_bits
 
-from lean.kernels import ops
+from lean.kernels import ops, serving
 from lean.kernels.cpu import binding, build
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write
@@ -38,17 +38,17 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def test_the_name_of_the_back_end_contains_the_instruction_set(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.backend(CPU) == f"C++ {isa} (cpu)"
+    assert serving.backend(CPU) == f"C++ {isa} (cpu)"
     monkeypatch.setenv("LEAN_CPU_ISA", "avx1024")
     with pytest.raises(ValueError, match="LEAN_CPU_ISA='avx1024'"):
-        ops.backend(CPU)
+        serving.backend(CPU)
 
 
 def test_the_reference_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = Tokens.random(40, Heads())
     native = PagedCache(Heads(), "bf16", [40]).run(tokens, Rule(), 40)
     monkeypatch.setenv("LEAN_KERNELS", "reference")
-    assert "reference" in ops.backend(CPU)
+    assert "reference" in serving.backend(CPU)
     plain = PagedCache(Heads(), "bf16", [40]).run(tokens, Rule(), 40)
     assert not torch.equal(native, plain)
     assert error(native, plain.double()) < 4e-6

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_oracle import RULES, Heads, PagedCache, Tokens, filled
 
-from lean.kernels import ops
+from lean.kernels import serving
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
 from lean.quant import FP32, INT4, INT8
@@ -59,7 +59,7 @@ def test_paged_attention_is_a_well_behaved_torch_op(kv_dtype: str, rule: str) ->
 def test_both_ops_compile_into_one_graph_and_write_in_place(kv_dtype: str, backend: str) -> None:
     tokens = Tokens.random(20, HEADS)
     plain, compiled = (PagedCache(HEADS, kv_dtype, [20], exact_dtype=torch.float32) for _ in range(2))
-    rule = RULES["everything"]
+    rule = dict(vars(RULES["everything"]))  # made here, since torch 2.11 traces no vars()
     slots = [tables[0, torch.arange(20) // 16].long() * 16 + torch.arange(20) % 16 for tables in plain.tables]
     ends = ints(0, 20)
 
@@ -68,7 +68,7 @@ def test_both_ops_compile_into_one_graph_and_write_in_place(kv_dtype: str, backe
             kv_write(own, t.key + 1, t.value, own_slots)
         exact = {"exact": cache.pools[1], "exact_block_tables": cache.tables[1]}
         out = paged_attention(
-            t.query, cache.pools[0], cache.tables[0], ends, ends[1:], query_sink=t.query_sink, **exact, **vars(rule)
+            t.query, cache.pools[0], cache.tables[0], ends, ends[1:], query_sink=t.query_sink, **exact, **rule
         )
         return 2 * out
 
@@ -82,12 +82,12 @@ def test_both_ops_compile_into_one_graph_and_write_in_place(kv_dtype: str, backe
 def test_the_back_end_can_be_asked_for_and_a_wrong_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setenv("LEAN_KERNELS", "reference")
-    assert "reference" in ops.backend(cpu)
+    assert "reference" in serving.backend(cpu)
     monkeypatch.setenv("LEAN_KERNELS", "fastest")
     with pytest.raises(ValueError, match="LEAN_KERNELS='fastest' is unknown"):
-        ops.backend(cpu)
+        serving.backend(cpu)
     monkeypatch.undo()
-    ops.backend(cpu)  # what serves is settled there
+    serving.backend(cpu)  # what serves is settled there
 
 
 POOL_ERRORS: dict[str, tuple[str, Callable[[], LayerPool]]] = {

@@ -222,11 +222,43 @@ def test_installing_twice_changes_nothing(models):
 
 
 @pytest.mark.parametrize("wrong", [lambda f, x: f.cos(), lambda f, x: 1 / 0, lambda f, x: f.repeat(1, 1, 3).cos()])
-def test_a_layout_that_lean_does_not_know_is_refused(tiny, wrong):
+def test_a_layout_that_lean_does_not_know_is_refused(tiny, wrong, monkeypatch):
     model = read(tiny("llama", **TWO_LAYERS), "float32")
     [module] = rotary.rotary_modules(model.module)
-    module.forward = lambda x, positions: (
-        wrong(positions[..., None] * module.inv_freq.flip(0), x).to(x.dtype),
-        (positions[..., None] * module.inv_freq).sin().to(x.dtype),
-    )
+
+    def forward(own, x, positions):
+        cos = wrong(positions[..., None] * own.inv_freq.flip(0), x).to(x.dtype)
+        return cos, (positions[..., None] * own.inv_freq).sin().to(x.dtype)
+
+    monkeypatch.setattr(type(module), "forward", forward)
     assert "RotaryEmbedding" in refusal(start, model)
+
+
+def test_a_gpu_that_multiplies_in_tf32_does_not_change_what_the_layout_is(tiny):
+    """TF32 keeps 10 bits. TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 turns it on for every product on the GPU."""
+    model = read(tiny("llama", **TWO_LAYERS), "float32")
+    [module] = rotary.rotary_modules(model.module)
+    coarse = type(module)
+
+    class OnGpu(coarse):
+        """Its products are as coarse as TF32 until it is moved to the CPU."""
+
+        on_gpu = True
+
+        def _apply(self, fn, recurse=True):
+            self.on_gpu = False
+            return super()._apply(fn, recurse)
+
+        def forward(self, x, position_ids):
+            exact = self.inv_freq
+            if self.on_gpu:
+                self.inv_freq = (exact.view(torch.int32) & ~0x1FFF).view(torch.float32)
+            found = super().forward(x, position_ids)
+            self.inv_freq = exact
+            return found
+
+    module.__class__ = OnGpu
+    module.__class__.__name__ = coarse.__name__
+    rotary.install(model.module, 64)
+    assert module.lean_layouts[None].name == "halves"
+    assert module.on_gpu, "the model's own module must stay where it is"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lean.quant import BF16, FP8, FP16, FP32, FP64, INT4, INT8, decode, encode, quantize_dequantize, rotate
-from lean.quant.rotation import rotation_size
+from lean.quant.formats import rotation_size
 
 WIDTHS = {8: 8, 16: 16, 24: 8, 72: 8, 80: 16, 96: 32, 112: 16, 128: 128, 192: 64, 256: 256}
 DIMS = list(WIDTHS)

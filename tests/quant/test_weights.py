@@ -8,13 +8,14 @@ import sys
 import pytest
 import torch
 import yaml
-from gguf import GGUFWriter
+from gguf_files import write_gguf
 from helpers import refusal
-from tiny import byte_tokenizer, tiny_checkpoint, tokens
+from tiny import tiny_checkpoint, tokens
 from torch import nn
 
 from lean import LLM, EngineConfig, SamplingParams
-from lean.cli import main as cli
+from lean.cli.ending import run_to_end
+from lean.cli.main import run_command
 from lean.model import attention
 from lean.model.info import inspect_model
 from lean.model.load import LoadedModel, load_model
@@ -179,45 +180,9 @@ def test_the_bytes_stated_are_the_bytes_held(bnb, tiny, dtype):
     assert dtype == "bfloat16" or not use.fused
 
 
-GGUF_NAMES = {"self_attn.q": "attn_q", "self_attn.k": "attn_k", "self_attn.v": "attn_v", "self_attn.o": "attn_output"}
-GGUF_NAMES |= {"mlp.gate": "ffn_gate", "mlp.up": "ffn_up", "mlp.down": "ffn_down"}
-
-
-def gguf_of(model: LoadedModel, file):
-    """The decoder of a llama as a GGUF file in float32, without a tokenizer."""
-    config, writer = model.info.config, GGUFWriter(file, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    decoder = model.module.model
-    tensors = {"token_embd": decoder.embed_tokens, "output_norm": decoder.norm, "output": model.module.lm_head}
-    for index, layer in enumerate(decoder.layers):
-        tensors[f"blk.{index}.attn_norm"] = layer.input_layernorm
-        tensors[f"blk.{index}.ffn_norm"] = layer.post_attention_layernorm
-        tensors |= {f"blk.{index}.{to}": layer.get_submodule(f"{name}_proj") for name, to in GGUF_NAMES.items()}
-    for name, module in tensors.items():
-        weight = module.weight
-        if name.endswith(("attn_q", "attn_k")):  # llama.cpp turns neighbouring dims, transformers halves of a head
-            half = decoder.layers[0].self_attn.head_dim // 2
-            weight = weight.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(f"{name}.weight", weight.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
-
-
-def test_a_gguf_file_is_quantized_to_the_same_weights(bnb, tiny, tmp_path, monkeypatch):
+def test_a_gguf_file_is_quantized_to_the_same_weights(bnb, tiny, tmp_path):
     folder = tiny("llama", **NARROW)
-    monkeypatch.setattr("lean.model.load.load_gguf_tokenizer", lambda file: byte_tokenizer())
-    file = gguf_of(read(folder, None, dtype="float32"), tmp_path / "tiny.gguf")
+    file = write_gguf(folder, tmp_path / "tiny.gguf")
     model, ids = read(file), tokens(40)
     assert model.weights == read(folder).weights
     assert torch.equal(logits(start(model), ids), logits(start(read(folder)), ids))
@@ -345,9 +310,7 @@ def lean(monkeypatch, capsys):
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["lean", "run", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return end.value.code, *capsys.readouterr()
+        return run_to_end(run_command), *capsys.readouterr()
 
     return call
 
@@ -370,3 +333,22 @@ def test_the_command_line_refuses_8bit_weights_on_a_cpu_in_one_line(tiny, lean):
     code, out, err = lean(str(tiny("llama", **NARROW)), "x", "--quantization", "bnb-8bit", "--device", "cpu")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "bnb-4bit" in err
+
+
+# --- int8 on a GPU ---
+
+
+def test_int8_products_in_bfloat16_log_no_line_each(bnb, caplog):
+    product = bnb.autograd._functions.MatMul8bitLt
+    weight = bnb.nn.Int8Params(torch.randn(32, 64), requires_grad=False, has_fp16_weights=False)
+    state = bnb.MatmulLtState()
+    state.threshold, state.has_fp16_weights = weights.OUTLIER, False
+    out = product.apply(torch.randn(2, 64).bfloat16(), weight, None, None, state)
+    assert out.shape == (2, 32)
+    assert "cast" not in caplog.text
+
+
+def test_int8_products_are_known_to_wait_for_the_host(bnb):
+    layer = bnb.nn.Linear8bitLt(64, 32, False, has_fp16_weights=False, device="meta")
+    assert weights.waits_for_host(nn.Sequential(nn.Linear(2, 2), layer))
+    assert not weights.waits_for_host(nn.Linear(2, 2))

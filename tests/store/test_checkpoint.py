@@ -114,8 +114,15 @@ def test_a_pickle_beside_renamed_safetensors_is_no_way_in(single):
 
 
 def test_a_folder_of_gguf_files_names_the_file_to_pass(tmp_path):
-    (tmp_path / "m.Q4.gguf").touch()
-    assert str(tmp_path / "m.Q4.gguf") in refusal(check_checkpoint, tmp_path)
+    for name in ("a-mmproj-f16.gguf", "m.Q4.GGUF"):
+        (tmp_path / name).touch()
+    assert str(tmp_path / "m.Q4.GGUF") in refusal(check_checkpoint, tmp_path)
+
+
+def test_a_long_name_in_a_header_makes_no_long_message(single):
+    content = json.dumps({"x" * 5000: {"dtype": "F32", "shape": "x" * 5000, "data_offsets": [0, 4]}}).encode()
+    (single / SINGLE).write_bytes(struct.pack("<Q", len(content)) + content + b"\0" * 4)
+    assert len(refusal(check_checkpoint, single)) < 600
 
 
 @pytest.mark.parametrize("change", [{"weight_map": {}}, {"weight_map": ["a"]}, {"metadata": None}])

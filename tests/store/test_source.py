@@ -38,8 +38,13 @@ def test_a_gguf_file_is_accepted_by_its_content_and_other_files_are_not(tmp_path
     file.write_bytes(b"GGUF\3\0\0\0" + bytes(24))
     assert resolve(str(file)) == ModelSource(tmp_path, "tiny.gguf", "tiny", "path")
     file.write_bytes(b"GGML" + bytes(20))
-    assert "magic" in refusal(resolve, str(file))
+    assert "not a GGUF file" in refusal(resolve, str(file))
+    file.write_bytes(b"GGUF\3\0\0\0" + bytes(24))
+    for name, shown in [("tiny.GGUF", "tiny"), ("Tiny-1.5B", "Tiny-1.5B")]:
+        file = file.rename(tmp_path / name)
+        assert resolve(str(file)) == ModelSource(tmp_path, name, shown, "path")
     file = file.rename(tmp_path / "pytorch_model.bin")
+    file.write_bytes(b"PK\3\4" + bytes(20))
     assert "config.json and *.safetensors, or a .gguf file" in refusal(resolve, str(file))
 
 
@@ -73,6 +78,14 @@ def test_the_weights_are_all_safetensors_of_a_folder_or_the_one_gguf_file(tmp_pa
     assert file.weight_files() == [(tmp_path / "b.gguf", 6, 10**18 + 6)]
 
 
+def test_the_weights_of_a_split_gguf_model_are_all_its_parts(tmp_path):
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"x")
+    source = ModelSource(tmp_path, parts[0].name, "m", "path")
+    assert [path for path, _, _ in source.weight_files()] == parts
+
+
 def test_a_link_to_a_weight_file_has_the_size_and_the_time_of_the_file(tmp_path):
     blob, folder = tmp_path / "blob", tmp_path / "snapshot"
     folder.mkdir()
@@ -89,11 +102,12 @@ def test_a_link_to_a_weight_file_has_the_size_and_the_time_of_the_file(tmp_path)
 @pytest.fixture
 def online(monkeypatch, tmp_path):
     """A hub with one repository whose files are `online.files`; `online.downloads` records what is asked for."""
-    state = SimpleNamespace(files=["config.json", "model.safetensors"], downloads=[], error=None)
+    state = SimpleNamespace(files=["config.json", "model.safetensors"], downloads=[], error=None, size=2_500_000)
 
-    def model_info(self, repo_id, timeout):
+    def model_info(self, repo_id, timeout, files_metadata):
         assert timeout < 10
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in state.files])
+        files = [SimpleNamespace(rfilename=name, size=state.size if files_metadata else None) for name in state.files]
+        return SimpleNamespace(siblings=files, sha="0" * 40, tags=["pytorch", "license:mit"])
 
     def snapshot_download(repo_id, **options):
         state.downloads.append(options)
@@ -114,6 +128,31 @@ def test_a_hub_id_downloads_code_only_if_it_is_trusted(online, tmp_path, capsys)
     plain, trusted = (set(options["allow_patterns"]) for options in online.downloads)
     assert trusted - plain == {"*.py"}
     assert not any(pattern.endswith((".bin", ".pt")) for pattern in plain)
+
+
+def test_what_is_downloaded_is_said_before_with_size_and_licence(online, tmp_path, capsys):
+    online.files += ["README.md", "original/model.safetensors", "consolidated.safetensors", "model.py"]
+    resolve("owner/name")
+    said, bar = capsys.readouterr().err.splitlines()
+    assert said.startswith("owner/name: downloading 5.0 MB in 2 files from the Hugging Face hub; licence mit; ")
+    assert bar == "a progress bar"
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    resolve("owner/name")
+    assert "downloading 2.5 MB in 1 file from" in capsys.readouterr().err  # the other one is there
+    (snapshot / "model.safetensors").touch()
+    resolve("owner/name")
+    assert capsys.readouterr().err == "a progress bar\n"
+    online.size = None
+    resolve("another/name")
+    assert "an unknown number of bytes" in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_folder_is_told_where_the_hub_needs_one(online, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    assert "set HF_HOME" in refusal(resolve, "owner/name")
+    assert online.downloads == []
 
 
 @pytest.mark.parametrize(

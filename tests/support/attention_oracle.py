@@ -12,7 +12,7 @@ import torch
 
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
-from lean.quant import KVFormat, parse_kv_dtype, quantize_dequantize, raw_format
+from lean.quant import KVFormat, parse_kv_dtype, quantize_dequantize, raw_format, rotate
 
 KV_DTYPES = ("fp64", "fp32", "bf16", "fp16", "int8", "fp8", "int4", "k8v4", "k=int8,v=fp8")
 # 0xFF bytes are NaN in every float format, 0x7F in e4m3 and fp16 (huge in the others); 0x7E00 is the usual fp16 NaN.
@@ -43,10 +43,13 @@ RULES = {
 
 @dataclass(frozen=True)
 class Heads:
+    """v_in_k: V is the first v_dim numbers of K, and only K is stored."""
+
     num_q_heads: int = 6
     num_kv_heads: int = 2
     k_dim: int = 32
     v_dim: int = 32
+    v_in_k: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Tokens:
             normal(heads.num_kv_heads, dim) + 2 * torch.randn(dim, generator=generator, dtype=torch.float64)
             for dim in (heads.k_dim, heads.v_dim)
         )
+        value = key[..., : heads.v_dim] if heads.v_in_k else value
         return cls(query.to(dtype), query_sink.to(dtype), key.to(dtype), value.to(dtype))
 
     def __len__(self) -> int:
@@ -84,6 +88,7 @@ def expected(
     start: int = 0,
     stop: int | None = None,
     sink_logits: torch.Tensor | None = None,
+    v_in_k: bool = False,
 ) -> torch.Tensor:
     """float64 [stop - start, num_q_heads, v_dim]: the rows at positions start .. stop, each over the keys it sees."""
     stop = len(tokens) if stop is None else stop
@@ -96,6 +101,9 @@ def expected(
         exact = (i - j < rule.residual_length) | (j < rule.num_exact_sinks)
 
     def cached(formats: Sequence[KVFormat]) -> list[torch.Tensor]:
+        if v_in_k:
+            key = latent_through_cache(tokens.key[:stop].double(), tokens.value.shape[2], formats[0])
+            return [key, key[..., : tokens.value.shape[2]]]
         return [quantize_dequantize(x[:stop].double(), f) for x, f in zip((tokens.key, tokens.value), formats)]
 
     formats = parse_kv_dtype(kv_dtype)
@@ -119,6 +127,14 @@ def expected(
         p = torch.softmax(scores, dim=1)[:, :stop]
         rows.append((p * ~exact) @ value[:, kv_head] + (p * exact) @ exact_value[:, kv_head])
     return torch.stack(rows, dim=1)
+
+
+def latent_through_cache(key: torch.Tensor, v_dim: int, fmt: KVFormat) -> torch.Tensor:
+    """float64 keys that went through a cache in which V lies in K: V and the rest are two vectors, rotated as one."""
+    plain = replace(fmt, rotate=False)
+    y = rotate(key.float()).double() if fmt.rotate else key  # the recipe rotates in float32
+    y = torch.cat([quantize_dequantize(part, plain) for part in (y[..., :v_dim], y[..., v_dim:])], dim=-1)
+    return rotate(y) if fmt.rotate else y
 
 
 def exact_formats(formats: Sequence[KVFormat], dtype: torch.dtype) -> tuple[KVFormat, KVFormat]:
@@ -168,7 +184,7 @@ class PagedCache:
         self.tables: list[torch.Tensor] = []
         for offset, pair in enumerate(formats):
             tables, num_blocks = shuffled_tables(capacities, block_size, seed + offset)
-            layout = KVLayout(*pair, heads.num_kv_heads, heads.k_dim, heads.v_dim, block_size)
+            layout = KVLayout(*pair, heads.num_kv_heads, heads.k_dim, heads.v_dim, block_size, heads.v_in_k)
             self.pools.append(LayerPool(filled((num_blocks, 3 * layout.nbytes), fill), layout, layout.nbytes))
             self.tables.append(tables)
 

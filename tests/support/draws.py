@@ -5,7 +5,11 @@ import math
 import numpy as np
 import torch
 
+from lean.engine.host import read
+from lean.engine.logprobs import TokenLogprob, measure
+from lean.engine.logprobs import token_logprobs as read_logprobs
 from lean.engine.sampler import Sampler
+from lean.engine.sampling import Turn, sample
 from lean.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.5, 0.0, 2.75, -0.5, 1.5])
@@ -16,13 +20,27 @@ EVERYTHING = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3}
 }
 
 
-def make(prompt=(), index=0, **params) -> Sampler:
-    return Sampler(SamplingParams(**{"temperature": 1.0, "seed": 0, **params}), prompt, index)
+class Lone(Sampler):
+    """A sampler that draws alone."""
+
+    def sample(self, logits: torch.Tensor) -> int:
+        [found], _ = sample(logits[None], [Turn(self, 0)])
+        return found.token
+
+
+def make(prompt=(), index=0, **params) -> Lone:
+    return Lone(SamplingParams(**{"temperature": 1.0, "seed": 0, **params}), prompt, index)
 
 
 def draws(logits, count, prompt=(), index=0, **params) -> list[int]:
     sampler = make(prompt, index, **params)
     return [sampler.sample(logits) for _ in range(count)]
+
+
+def token_logprobs(logits: torch.Tensor, ids: list[int], top: int) -> list[TokenLogprob]:
+    """Log-probabilities of one token per row, and of the row's most likely ones."""
+    [measured] = read([measure(logits, torch.tensor(ids, dtype=torch.long), top)])
+    return read_logprobs(measured, top)
 
 
 def force(sampler, ids, vocab) -> None:

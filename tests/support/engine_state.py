@@ -77,7 +77,8 @@ def check_integrity(llm: LLM) -> None:
 
 def all_blocks_free(blocks: BlockManager) -> None:
     blocks.check_integrity()
-    assert all((pool.num_free, pool.num_used) == (pool.num_blocks, 0) for pool in blocks.pools)
+    pools = [*blocks.pools, *([] if blocks.slots is None else [blocks.slots])]
+    assert all((pool.num_free, pool.num_used) == (pool.num_blocks, 0) for pool in pools)
 
 
 def nothing_left(llm: LLM) -> None:

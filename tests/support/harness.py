@@ -43,5 +43,5 @@ def scored_ids(model, monkeypatch, kind, arguments):
         seen.extend(sequences)
         return score_continuations(llm, sequences)
 
-    monkeypatch.setattr("lean.eval.harness.model.score_continuations", spy)
+    monkeypatch.setattr("lean.eval.score.continuations.score_continuations", spy)
     return seen, getattr(model, kind)(instances(kind, arguments))

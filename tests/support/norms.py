@@ -8,7 +8,7 @@ def exact_norms(module: torch.nn.Module) -> torch.nn.Module:
     for norm in module.modules():
         name = type(norm).__name__
         if name.endswith("RMSNorm"):
-            weight = norm.weight + 1 if "Gemma" in name else norm.weight
+            weight = getattr(norm, "weight", 1.0) + (1 if "Gemma" in name else 0)
             eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
             norm.forward = lambda x, w=weight, e=eps: x * (x.square().mean(-1, keepdim=True) + e).rsqrt() * w
         elif name == "CohereLayerNorm":

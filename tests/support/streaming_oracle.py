@@ -20,15 +20,31 @@ class StreamingOracle:
     """transformers' model, one token a step, over a cache of unrotated keys. ``window`` 0 keeps every token.
 
     Layers with a sliding window keep it, without sinks.
+
+    Args:
+        pairs: neighbouring dims rotate together; else dims of the two halves.
+        start: the first dim that rotates. sign: -1 where the rotation runs backwards.
+        still: layers that do not rotate.
     """
 
-    def __init__(self, folder: Path, window: int, sinks: int, *, pairs: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        window: int,
+        sinks: int,
+        *,
+        pairs: bool = False,
+        start: int = 0,
+        sign: int = 1,
+        still: tuple[int, ...] = (),
+    ) -> None:
         AttentionInterface.register(NAME, self._attend)
         AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=NAME)
         model.set_experts_implementation("eager")
         self.model = exact_norms(model.eval().requires_grad_(False))
-        self.window, self.sinks, self.pairs = window, sinks, pairs
+        self.window, self.sinks = window, sinks
+        self.pairs, self.start, self.sign, self.still = pairs, start, sign, still
         self.kept: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         self.seen: list[list[int]] = []  # per step, the tokens in the cache of the last layer
         [rotary] = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
@@ -36,8 +52,8 @@ class StreamingOracle:
         self.angles = {kind: self._frequencies(rotary, kind) for kind in kinds}
         extra = [kind for kind in kinds if kind][:1]
         cos, sin = rotary(torch.zeros(1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.long), *extra)
-        still = torch.ones_like(cos), torch.zeros_like(sin)
-        rotary.forward = lambda *args, **kwargs: still
+        no_turn = torch.ones_like(cos), torch.zeros_like(sin)
+        rotary.forward = lambda *args, **kwargs: no_turn
         self.position = 0
 
     @staticmethod
@@ -50,11 +66,12 @@ class StreamingOracle:
         """x [heads, tokens, head_dim] at positions [tokens]."""
         inv_freq, scaling = self.angles[kind if kind in self.angles else None]
         angle = positions[:, None].double() * inv_freq
-        cos, sin = angle.cos() * scaling, angle.sin() * scaling
-        dims = 2 * inv_freq.numel()
-        first, second = (
-            (slice(0, dims, 2), slice(1, dims, 2)) if self.pairs else (slice(0, dims // 2), slice(dims // 2, dims))
-        )
+        cos, sin = angle.cos() * scaling, angle.sin() * scaling * self.sign
+        half, start = inv_freq.numel(), self.start
+        end = start + 2 * half
+        first, second = slice(start, start + half), slice(start + half, end)
+        if self.pairs:
+            first, second = slice(start, end, 2), slice(start + 1, end, 2)
         out = x.clone()
         out[..., first] = x[..., first] * cos - x[..., second] * sin
         out[..., second] = x[..., second] * cos + x[..., first] * sin
@@ -73,8 +90,9 @@ class StreamingOracle:
         keys = torch.stack([k for _, k, _ in kept], dim=1)
         values = torch.stack([v for _, _, v in kept], dim=1)
         positions = torch.arange(len(kept))
-        keys = self._rotated(keys, positions, kind)
-        q = self._rotated(query[0], positions[-1:], kind)
+        q = query[0]
+        if module.layer_idx not in self.still:
+            keys, q = self._rotated(keys, positions, kind), self._rotated(q, positions[-1:], kind)
         group = query.shape[1] // key.shape[1]
         keys, values = (x.repeat_interleave(group, dim=0) for x in (keys, values))
         scores = (q @ keys.transpose(1, 2))[:, 0] * scaling

@@ -171,6 +171,13 @@ def test_any_words_and_special_tokens_give_the_text_of_one_decode(names):
     assert "".join(pieces(METASPACE, words(*names))) == decode(METASPACE, words(*names))
 
 
+def test_a_control_token_without_a_role_is_hidden_and_the_space_after_it_is_kept():
+    tokenizer = metaspace_tokenizer()
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("▁b", special=True)])
+    ids = words("▁the", "▁b", "▁a")
+    assert "".join(pieces(tokenizer, ids)) == decode(tokenizer, ids) == "the a"
+
+
 def test_byte_tokens_that_are_no_character_end_without_an_error():
     for ids in (words("a", "😀")[:-1], words("😀")[:1], words("a") + METASPACE.convert_tokens_to_ids(["<0xFF>"] * 3)):
         *streamed, last = pieces(METASPACE, ids)
@@ -181,7 +188,7 @@ def test_byte_tokens_that_are_no_character_end_without_an_error():
 def test_the_window_that_is_decoded_stays_short():
     class Counting:
         longest = 0
-        all_special_ids = BYTES.all_special_ids
+        all_special_ids, added_tokens_decoder = BYTES.all_special_ids, BYTES.added_tokens_decoder
 
         def decode(self, ids, **kwargs):
             self.longest = max(self.longest, len(ids))

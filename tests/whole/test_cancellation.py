@@ -22,7 +22,7 @@ from engine_state import (
 from tiny import tokens
 
 from lean.config import EngineConfig
-from lean.engine.sampler import Sampler
+from lean.engine import runner
 from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 
@@ -179,7 +179,7 @@ def test_steps_that_fail_at_random_change_no_answer(llm, alone, monkeypatch, par
     elif part == "logits":
         wrap_part(monkeypatch, llm, "logits", before)
     elif part == "sampling":
-        monkeypatch.setattr(Sampler, "sample", before(Sampler.sample))
+        monkeypatch.setattr(runner, "sample", before(runner.sample))
     for _ in range(14):
         crowd.add()
     cancelled: set[int] = set()

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from engine_state import all_blocks_free
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lean.cache.block_manager import NULL_BLOCK, BlockManager
 from lean.cache.plan import LayerShape, plan_cache
 from lean.cache.size import size_cache
+from lean.cache.states import StateKey, StateShape
 from lean.config import EngineConfig
 from lean.engine.request import Request
 from lean.engine.scheduler import Chunk, Scheduler
@@ -27,11 +29,14 @@ from lean.sampling_params import SamplingParams
 # CI takes some 40,000 steps; LEAN_CONSERVATION=20 does twenty times as many.
 SCALE = int(os.environ.get("LEAN_CONSERVATION", "1"))
 MODEL_LENGTH = 96
+STATES = [StateShape(StateKey(1, "conv"), (2,), torch.float32)]
 POOLS = {
     "unbounded": ([0], {"kv_dtype": "fp32"}),
     "unbounded and window": ([0, 16], {"kv_dtype": "fp32"}),
     "window only": ([16, 5], {"kv_dtype": "fp32"}),
     "residual and sinks": ([0], {"kv_dtype": "int8", "kv_residual_length": 9, "sinks": 3}),
+    "unbounded and states": ([0], {"kv_dtype": "fp32"}),
+    "window and states": ([16], {"kv_dtype": "fp32"}),
     "window, residual and sinks": ([0, 16], {"kv_dtype": "k8v4", "kv_residual_length": 12, "sinks": 9}),
 }
 
@@ -65,8 +70,10 @@ class Conservation(RuleBasedStateMachine):
             **options,
         )
         layers = [LayerShape(1, 1, 16, 16, window) for window in windows]
-        self.size = size_cache(plan_cache(layers, self.config, FP32), self.config, MODEL_LENGTH, 2**30)
-        self.manager = BlockManager(self.size.rules, 8)
+        plan = plan_cache(layers, self.config, FP32, STATES if "states" in pools else ())
+        self.size = size_cache(plan, self.config, MODEL_LENGTH, 2**30)
+        self.manager = BlockManager(self.size.rules, 8, self.size.num_slots)
+        self.states = [None] * (self.size.num_slots + 1)
         self.scheduler = Scheduler(self.config, self.manager, self.size)
         self.cache = [[[None] * 8 for _ in range(rule.num_blocks + 1)] for rule in self.size.rules]
         self.random = random.Random(seed)
@@ -160,6 +167,9 @@ class Conservation(RuleBasedStateMachine):
             for copy in self.manager.copies:
                 self.cache[copy.pool][copy.target] = list(self.cache[copy.pool][copy.source])
             self.manager.copies.clear()
+            for copy in self.manager.state_copies:
+                self.states[copy.target] = self.states[copy.source]
+            self.manager.state_copies.clear()
         if fails in ("before", "copied", "written"):
             if fails == "written":
                 for chunk in chunks[: self.random.randint(0, len(chunks))]:
@@ -217,6 +227,13 @@ class Conservation(RuleBasedStateMachine):
                 assert block != NULL_BLOCK
                 assert pool.refs[block] == 1, "a block is written that another sequence reads"
                 self.cache[index][block][position % 8] = "garbage" if garbage else values[position]
+        if self.manager.slots is not None:
+            slot = self.manager.slot(chunk.request.seq_id)
+            assert self.manager.slots.refs[slot] == 1, "a state is written that another sequence reads"
+            assert not chunk.start or self.states[slot] == values[chunk.start - 1], (
+                "the state is not that of the tokens"
+            )
+            self.states[slot] = "garbage" if garbage else values[-1]
 
     def read(self, chunk: Chunk) -> None:
         self.check_visible(chunk.request.seq_id, chunk.request.tokens(0, chunk.end), chunk.start)
@@ -232,6 +249,8 @@ class Conservation(RuleBasedStateMachine):
                     block = table[position // 8]
                     assert block != NULL_BLOCK, f"position {position} is gone, row {first_row} sees it"
                     assert self.cache[index][block][position % 8] == value, f"pool {index}, position {position}"
+        if self.manager.slots is not None:
+            assert self.states[self.manager.slot(seq_id)] == values[-1], "the state holds other tokens"
 
     # --- the end of a sequence ---
 
@@ -259,6 +278,10 @@ class Conservation(RuleBasedStateMachine):
             tables = [self.manager.table(i, index) for i in holders if self.manager.num_tokens(i)]
             assert pool.num_used == len({block for table in tables for block in table} - {NULL_BLOCK})
             assert pool.num_free + pool.num_used == pool.num_blocks
+        if self.manager.slots is not None:
+            slots = {self.manager.slot(i) for i in holders if self.manager.num_tokens(i)}
+            assert NULL_BLOCK not in slots
+            assert self.manager.slots.num_used == len(slots)
 
     @invariant()
     def requests_stand_in_order_of_arrival(self):
@@ -271,7 +294,7 @@ class Conservation(RuleBasedStateMachine):
     @invariant()
     def what_is_in_the_cache_is_whole(self):
         """Sequences that did not run and sequences that are only kept are checked too."""
-        if not hasattr(self, "manager") or self.manager.copies:
+        if not hasattr(self, "manager") or self.manager.copies or self.manager.state_copies:
             return
         texts = {request.seq_id: request.tokens(0, request.num_tokens) for request in self.scheduler.running}
         assert {i: tuple(text) for i, text in self.texts.items()} == {

@@ -64,8 +64,9 @@ def test_perplexity_has_four_equal_digits_on_every_path_and_number_of_threads(
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 def test_perplexity_has_four_equal_digits_on_every_instruction_set_of_torch(tiny: Any, kv_dtype: str) -> None:
     folder, found = str(tiny("llama")), {}
-    for capability in ("default", "avx2", "avx512"):
-        for threads in ("1", "8"):
+    known = ["default", "avx2", "avx512"]  # a CPU has those up to its own
+    for capability in known[: known.index(torch.backends.cpu.get_cpu_capability().lower()) + 1]:
+        for threads in ("1", "8") if capability == "avx2" else ("1",):
             paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
             environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": paths}
             command = [sys.executable, "-c", SCORE, folder, kv_dtype, threads]

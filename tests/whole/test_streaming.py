@@ -15,13 +15,14 @@ from streaming_oracle import FixedOracle, StreamingOracle
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
+from lean.engine import selftest
 from lean.engine.scheduler import Chunk
 from lean.engine.selftest import try_rotation
 from lean.errors import ModelError
 from lean.model.attention import AttentionBatch, Observer
 from lean.model.info import inspect_model
 from lean.model.load import LoadedModel, load_model
-from lean.model.rotary import SinkRotary, SinkTurn
+from lean.model.sink_turn import SinkTurn
 from lean.store.source import resolve
 
 WINDOW, SINKS, STEPS = 28, 4, 500
@@ -80,6 +81,24 @@ LONG = {
     "linear, 2 layers": llama(2, "linear"),
     "phi3, half of the dims": ("phi3", {"rope_parameters": HALF, "num_hidden_layers": 1}),
 }
+GLM = {**TWO_LAYERS, "head_dim": 16}
+MLA = {
+    **TWO_LAYERS, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8, "moe_intermediate_size": 32, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2,
+}  # fmt: skip
+# What the oracle must know of a kind.
+ROTATIONS: dict[str, dict] = {
+    "cohere": {"pairs": True},
+    "glm": {"pairs": True},
+    "glm4": {"pairs": True},
+    "ernie4_5": {"pairs": True},
+    "smollm3": {"still": (1,)},
+    "cohere2": {"pairs": True, "still": (1,)},
+    "nanochat": {"sign": -1},
+    "glm4_moe_lite": {"start": 16},
+}
 SHORT = {
     "qwen2": ("qwen2", TWO_LAYERS),
     "qwen3": ("qwen3", TWO_LAYERS),
@@ -90,6 +109,13 @@ SHORT = {
     "mixtral": ("mixtral", TWO_LAYERS),
     "gpt_oss": ("gpt_oss", TWO_LAYERS),
     "cohere, interleaved": ("cohere", TWO_LAYERS),
+    "glm, angles in halves, dims in pairs": ("glm", GLM),
+    "glm4, angles in halves, dims in pairs": ("glm4", GLM),
+    "ernie4_5, angles in halves, dims in pairs": ("ernie4_5", TWO_LAYERS),
+    "smollm3, no rotation in layer 1": ("smollm3", {**TWO_LAYERS, "no_rope_layers": [1, 0]}),
+    "cohere2, no rotation in the global layer": ("cohere2", {**LOCAL_AND_GLOBAL, "sliding_window": 32}),
+    "nanochat, backwards": ("nanochat", TWO_LAYERS),
+    "glm4_moe_lite, the last dims": ("glm4_moe_lite", MLA),
     "olmo2": ("olmo2", TWO_LAYERS),
 }
 
@@ -110,7 +136,7 @@ def oracle(tiny):
     @functools.cache
     def rows(name: str, window: int, sinks: int, steps: int) -> torch.Tensor:
         kind, config = kind_of(name)
-        streaming = StreamingOracle(tiny(kind, **config), window, sinks, pairs=kind == "cohere")
+        streaming = StreamingOracle(tiny(kind, **config), window, sinks, **ROTATIONS.get(kind, {}))
         return streaming.hidden(tokens(steps))
 
     return rows
@@ -222,14 +248,9 @@ def test_frequencies_that_change_with_the_length_are_fixed_at_load_and_then_stre
 # --- positions that cannot be turned back ---
 
 
-NOPE = {**TWO_LAYERS, "no_rope_layers": [1, 0]}
-GLM = {**TWO_LAYERS, "head_dim": 16}
+NORM_AFTER_ROTATION = {**TWO_LAYERS, "head_dim": 16}
 REFUSED = {
-    "no rotation in layer 1": ("smollm3", NOPE, "layer 1"),
-    "no rotation in the global layer": ("cohere2", {**LOCAL_AND_GLOBAL, "sliding_window": 32}, "layer 1"),
-    "angles in halves, dims in pairs": ("glm", GLM, "layer 0"),
-    "angles in halves, dims in pairs, glm4": ("glm4", GLM, "layer 0"),
-    "angles in halves, dims in pairs, ernie4_5": ("ernie4_5", TWO_LAYERS, "layer 0"),
+    "a norm behind the rotation": ("hunyuan_v1_dense", NORM_AFTER_ROTATION, "layer 0"),
     "learned positions": ("gpt2", {**TWO_LAYERS, "n_positions": 512}, "no rotary"),
     "learned, with an offset": ("opt", {**TWO_LAYERS, "ffn_dim": 64}, "no rotary"),
 }
@@ -248,9 +269,8 @@ def test_positions_that_cannot_be_turned_back_are_refused_with_a_window_and_serv
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", ["smollm3", "glm"])
-def test_positions_that_cannot_be_turned_back_are_found_in_every_dtype(tiny, kind, dtype):
-    folder = tiny(kind, **{"smollm3": NOPE, "glm": GLM}[kind])
+def test_positions_that_cannot_be_turned_back_are_found_in_every_dtype(tiny, dtype):
+    folder = tiny("hunyuan_v1_dense", **NORM_AFTER_ROTATION)
     assert "turn back" in refusal(LLM, str(folder), EngineConfig(window=WINDOW, dtype=dtype))
 
 
@@ -264,15 +284,10 @@ def test_rounding_of_narrow_dtypes_is_not_taken_for_a_wrong_rotation(tiny, name,
 def test_a_turn_by_wrong_frequencies_fails_the_self_test(model, monkeypatch):
     """The self-test must find an error of 1% in a single frequency."""
     llm = start(model("llama"))
-    of = SinkRotary.of
-
-    def wrong(module, name):
-        right = of(module, name)
-        return SinkRotary(right.inv_freq * torch.tensor([1.01] + [1.0] * (len(right.inv_freq) - 1)), right.pairs)
-
-    monkeypatch.setattr(SinkRotary, "of", wrong)
+    [right] = selftest.all_frequencies(llm.model.module)
+    wrong = right * torch.tensor([1.01] + [1.0] * (len(right) - 1))
+    monkeypatch.setattr(selftest, "all_frequencies", lambda module: [wrong])
     with pytest.raises(ModelError, match="layer 0"):
         try_rotation(runner(llm), manager(llm))
-    monkeypatch.setattr(SinkRotary, "of", lambda module, name: SinkRotary(of(module, name).inv_freq, True))
-    with pytest.raises(ModelError, match="layer 0"):
-        try_rotation(runner(llm), manager(llm))
+    monkeypatch.setattr(selftest, "all_frequencies", lambda module: [wrong, right])
+    assert torch.equal(try_rotation(runner(llm), manager(llm)).inv_freq, right)

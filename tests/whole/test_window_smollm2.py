@@ -16,9 +16,7 @@ pytestmark = pytest.mark.slow
 
 TEXT_SHA256 = "71f2ff5d99bdc1f9c48c5c2353ad138201c5ca1c377e0226857ef8fa89b8bcee"
 WINDOWS = (
-    ("fp32", 512, 0, 19.541),
     ("fp32", 508, 4, 12.719),
-    ("fp32", 256, 0, 24.192),
     ("fp32", 252, 4, 14.121),
     ("k8v4", 508, 4, 12.726),
 )
@@ -39,7 +37,7 @@ def token_ids(model):
     text = python_docs()
     if text_hash(text) != TEXT_SHA256:
         pytest.skip("another Python has other help topics, and the figures are of Python 3.11's")
-    return model.tokenizer(text[: 3072 * 6])["input_ids"][:3072]
+    return model.tokenizer(text[: 2048 * 6])["input_ids"][:2048]
 
 
 def start(model, window: int, sinks: int, kv_dtype: str = "fp32") -> LLM:
@@ -64,7 +62,7 @@ def test_four_sinks_are_no_worse_than_one_and_one_is_better_than_none(model, tok
 def test_perplexity_under_a_window_is_that_of_the_independent_simulation(
     model, token_ids, kv_dtype, window, sinks, wanted
 ):
-    found = perplexity(start(model, window, sinks, kv_dtype), token_ids[:2048])
+    found = perplexity(start(model, window, sinks, kv_dtype), token_ids)
     print(f"{kv_dtype}, window {window}, sinks {sinks}: {found:.3f}, simulated {wanted}")
     assert found == pytest.approx(wanted, rel=0.03)
 

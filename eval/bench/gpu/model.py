@@ -13,4 +13,4 @@ def step_seconds(model: LoadedModel, config: EngineConfig, batch: int, context: 
     engine = Lean(model, config, batch)
     engine.read([i % 250 for i in range(context)])
     engine.step()
-    return statistics.median(seconds_of(engine.step) for _ in range(steps))
+    return statistics.median(seconds_of(engine.step, model.device) for _ in range(steps))

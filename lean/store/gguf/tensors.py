@@ -1,0 +1,92 @@
+"""Tensors of a GGUF file as numbers. The seam: name -> (type, shape, raw bytes) -> dequantized rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version as installed_version
+from typing import TYPE_CHECKING, BinaryIO
+
+from lean.errors import ModelError, one_line
+from lean.store.gguf.header import GgufTensor
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+CHUNK = 1 << 23  # elements that are dequantized at a time; in float32 32 MiB
+F64 = 28
+
+
+def raw_rows(tensor: GgufTensor, rows_at_once: int) -> Iterator[np.ndarray]:
+    """The encoded bytes, uint8 [rows, bytes per row], at most ``rows_at_once`` rows at a time."""
+    import numpy as np
+
+    rows = math.prod(tensor.shape[:-1])
+    width = tensor.nbytes // rows
+    try:
+        with tensor.file.open("rb") as stream:
+            stream.seek(tensor.offset)
+            for start in range(0, rows, rows_at_once):
+                count = min(rows_at_once, rows - start)
+                data = _read(stream, count * width)
+                if len(data) != count * width:
+                    raise ModelError(f"{tensor.file.name} became shorter while it was read")
+                yield np.frombuffer(data, np.uint8).reshape(count, width)
+    except OSError as error:
+        raise ModelError(f"cannot read {tensor.file}: {error.strerror or error}") from error
+
+
+def _read(stream: BinaryIO, count: int) -> bytearray:
+    data = bytearray(count)
+    view, done = memoryview(data), 0
+    while done < count and (got := stream.readinto(view[done:])):  # type: ignore[attr-defined]
+        done += got
+    return data if done == count else data[:done]
+
+
+def dequantize(tensor: GgufTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of a tensor in ``dtype``, [*shape]; a part of its rows is held in float32 at a time.
+
+    Raises:
+        ModelError: the file cannot be read, or the gguf package cannot decode the tensor's type.
+    """
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize as decode
+
+    require_decoder(tensor)
+    columns = tensor.shape[-1]
+    out = torch.empty(math.prod(tensor.shape[:-1]), columns, dtype=dtype)
+    start = 0
+    for raw in raw_rows(tensor, max(1, CHUNK // columns)):
+        values = raw.view(np.float64) if tensor.type == F64 else decode(raw, GGMLQuantizationType(tensor.type))
+        out[start : start + len(raw)] = torch.from_numpy(np.ascontiguousarray(values).reshape(len(raw), columns))
+        start += len(raw)
+    return out.reshape(tensor.shape)
+
+
+def require_decoder(tensor: GgufTensor) -> None:
+    """Raise ModelError where the gguf package knows a tensor's type, and cannot turn it into numbers."""
+    if not _can_decode(tensor.type):
+        raise ModelError(
+            f"{tensor.file.name}: tensor {one_line(tensor.name, 80)} has type {tensor.type_name}, which "
+            f"gguf {installed_version('gguf')} cannot turn into numbers: take a file in another quantization"
+        )
+
+
+@cache
+def _can_decode(kind: int) -> bool:
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize as decode
+
+    if kind == F64:
+        return True
+    try:
+        decode(np.zeros((1, GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]), np.uint8), GGMLQuantizationType(kind))
+    except NotImplementedError:
+        return False
+    return True
