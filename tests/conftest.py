@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tiny import tiny_checkpoint
 
 # A failed assertion in these modules shows its values, as one in a test does.
 pytest.register_assert_rewrite("commands", "desk", "draws", "engine_state", "helpers")
+
+# Machines differ in speed, so no example has a deadline. Every run tries the same examples: a failure can be repeated.
+# `--hypothesis-profile search` tries new ones.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("search"), derandomize=True)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

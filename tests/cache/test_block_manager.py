@@ -273,4 +273,4 @@ class Conservation(RuleBasedStateMachine):
 
 
 TestConservation = Conservation.TestCase
-TestConservation.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestConservation.settings = settings(max_examples=80, stateful_step_count=40)

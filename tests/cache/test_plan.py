@@ -195,7 +195,7 @@ def test_bounded_pools_do_not_grow_with_the_length_of_the_model():
 LAYERS = st.lists(st.sampled_from([0, 1, 7, 8, 9, 31, 33, 70]), min_size=1, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_no_pool_runs_dry_under_any_schedule(data):
     """Every request that was accepted ends, and no step lacks a block in any pool."""

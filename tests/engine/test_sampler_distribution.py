@@ -44,7 +44,7 @@ def asked(draw, **more):
 
 
 @given(asked())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_draws_follow_the_formulas_of_the_filters(case):
     logits, _, _, params, expected = case
     assert_evenly(counts(logits, 150, **params), expected)
@@ -59,7 +59,7 @@ PENALTIES = {
 
 
 @given(asked(**PENALTIES))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_draws_follow_the_formulas_of_penalties_and_filters_together(case):
     logits, prompt, output, params, expected = case
     assert_evenly(counts(logits, 60, prompt, output, **params), expected)

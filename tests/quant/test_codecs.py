@@ -116,7 +116,7 @@ def test_scale_is_a_quotient_and_not_a_product_with_the_reciprocal(fmt, device):
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bytes_are_those_of_the_recipe_for_any_finite_vector(data):
     fmt = data.draw(st.sampled_from(list(VARIANTS.values())))
     limit = 2.0**124 if fmt.rotate else float(np.float32(3e38))  # the rotation adds up to 8 of them
@@ -228,7 +228,7 @@ finite_vectors = arrays(np.float32, (1, 40), elements=st.floats(-4e5, 4e5, width
 
 
 @given(finite_vectors, st.sampled_from(list(FLAT.values())))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_error_is_at_most_half_a_step(x, fmt):
     """With z = y / s: integers err by s/2, e4m3 by s * max(|z| / 16, 2^-10), half its spacing at z.
 
@@ -243,7 +243,7 @@ def test_error_is_at_most_half_a_step(x, fmt):
 
 
 @given(finite_vectors, st.sampled_from(list(FLAT.values())))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_encoding_a_decoded_vector_again_gives_the_same_bytes(x, fmt):
     first = encode(torch.from_numpy(x), fmt)
     assert all(map(torch.equal, encode(decode(*first, fmt), fmt), first))

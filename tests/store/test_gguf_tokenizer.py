@@ -216,7 +216,7 @@ def words_tokenizer():
     return load(pieces(WORDS, add_space_prefix=False, add_bos_token=False))[0]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.text(" ab", max_size=14))
 def test_neighbours_are_joined_by_score_as_sentencepiece_does(text):
     tokenizer = words_tokenizer()

@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from tiny import BOS, EOS, byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -114,7 +114,6 @@ def test_nothing_in_nothing_out():
     assert "".join(pieces(METASPACE, words("▁the", "▁a"), [1, 0, 0, 1])) == "the a"
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(3, 258)), st.lists(st.integers(0, 5)))
 @example(byte_ids(TEXT.encode()), [3, 3, 3, 3, 3, 3])
 def test_any_bytes_in_any_steps_give_the_text_of_one_decode(ids, sizes):
@@ -123,13 +122,11 @@ def test_any_bytes_in_any_steps_give_the_text_of_one_decode(ids, sizes):
     assert "".join(pieces(BYTES, ids)) == decode(BYTES, ids)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 258)))
 def test_special_tokens_anywhere_leave_the_text_of_one_decode(ids):
     assert "".join(pieces(BYTES, ids)) == decode(BYTES, ids)
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_pieces_of_a_text_never_hold_half_a_character(text):
     found = pieces(BYTES, byte_ids(text.encode()))
@@ -159,13 +156,11 @@ def test_a_space_after_a_special_token_is_kept(special):
     assert "".join(pieces(METASPACE, ids)) == decode(METASPACE, ids) == "the a"
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([*WORDS, "😀", "é"])))
 def test_any_words_give_the_text_of_one_decode(names):
     assert "".join(pieces(METASPACE, words(*names))) == decode(METASPACE, words(*names))
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([*WORDS, "<s>", "</s>"])))
 def test_any_words_and_special_tokens_give_the_text_of_one_decode(names):
     assert "".join(pieces(METASPACE, words(*names))) == decode(METASPACE, words(*names))

@@ -36,14 +36,14 @@ def cut(stop, text):
 
 
 @given(STOPS | RARE_STOPS, cut_texts("ab") | cut_texts("abc"))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_pieces_give_what_cutting_the_joined_text_gives(stop, pieces):
     out, rest, stopped = filtered(stop, pieces)
     assert ("".join(out) + rest, stopped) == cut(stop, "".join(pieces))
 
 
 @given(STOPS | RARE_STOPS, cut_texts("ab") | cut_texts("abc"))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_the_earliest_start_wins_where_no_stop_string_lies_inside_another(stop, pieces):
     assume(not any(inner in outer[1:-1] for inner in stop for outer in stop))
     text = "".join(pieces)
@@ -53,7 +53,7 @@ def test_the_earliest_start_wins_where_no_stop_string_lies_inside_another(stop, 
 
 
 @given(STOPS | RARE_STOPS, cut_texts("ab") | cut_texts("abc"))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_exactly_what_could_still_begin_a_stop_string_is_held_back(stop, pieces):
     strings = StopStrings(stop)
     out = text = ""
@@ -70,7 +70,6 @@ def test_exactly_what_could_still_begin_a_stop_string_is_held_back(stop, pieces)
 
 
 @given(STOPS, TEXTS, TEXTS)
-@settings(deadline=None)
 def test_what_was_given_out_is_right_however_the_text_goes_on(stop, start, more):
     strings = StopStrings(stop)
     assert cut(stop, start + more)[0].startswith(strings.add(start))

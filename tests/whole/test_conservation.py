@@ -324,6 +324,5 @@ TestConservation = Conservation.TestCase
 TestConservation.settings = settings(
     max_examples=400 * SCALE,
     stateful_step_count=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
