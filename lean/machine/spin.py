@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import MutableMapping
 
-SPIN = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}  # rounds of waiting (GNU); milliseconds (LLVM, Intel)
+SPIN = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}  # rounds of waiting (GNU); milliseconds (LLVM, Intel)
 _POLICY = "OMP_WAIT_POLICY"
 
 _set_here: list[str] = []
