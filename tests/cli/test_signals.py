@@ -26,7 +26,8 @@ def start(script: str) -> subprocess.Popen:
     code = textwrap.dedent(PREAMBLE) + "print('started', flush=True)\n" + textwrap.dedent(script)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # In a session of its own: a script that signals its process group must not end the tests.
-    command = [sys.executable, "-c", code]
+    # From Python 3.12 on a fork beside threads is warned of; the scripts that fork end at once, or run no other thread.
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", code]
     process = subprocess.Popen(command, preexec_fn=as_in_a_shell(), start_new_session=True, **pipes)
     # Byte by byte: a buffered reader may take later lines too, and `communicate` does not return those.
     assert b"".join(os.read(process.stdout.fileno(), 1) for _ in "started\n") == b"started\n"
