@@ -149,7 +149,7 @@ class Runner:
         if manager.slots is not None:
             groups = state_groups(chunks, [manager.slot(seq_id) for seq_id in seq_ids], device)
         starts, prompts = [0, *itertools.accumulate(lengths)], []
-        if self._may_expand and observer is None:
+        if self._may_expand:
             rows_of = zip(itertools.count(), starts, lengths, (chunk.end for chunk in chunks))
             prompts = [own for own in itertools.starmap(PromptRows, rows_of) if own.count >= FEW_ROWS]
         turn, shifts = None, self._shifts(positions.tolist())

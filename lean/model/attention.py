@@ -36,8 +36,8 @@ class AttentionBatch:
         observer: called with every layer's inputs and outcome; what it returns takes the place of the outcome. None
             except in the self-test and in measurements.
         states: the rows as layers with states compute them; empty for a model without.
-        prompts: sequences with many new tokens, for which latent attention may expand the vectors in the cache. Empty
-            where it must not: in deterministic mode, for an observer, and on a GPU, whose kernels take latent vectors.
+        prompts: sequences with many new tokens, for which latent attention may expand the vectors in the cache; empty
+            where an engine does not (`lean.model.expansion.may_expand`).
     """
 
     query_start_loc: torch.Tensor
@@ -126,11 +126,11 @@ def attend_latent(
     """`attend` for a latent layer: [num_tokens, num_q_heads, v_head_dim].
 
     inputs: with the heads' own query, [num_tokens, num_q_heads, nope + rope]. It is absorbed, except for rows whose
-    keys are expanded.
+    keys are expanded. An observer sees all rows absorbed.
     """
     query = inputs.query
     expanded = [rows for rows in batch.prompts if pays(projection, rows, inputs.key.shape[2], layer.group)]
-    if not expanded:
+    if not expanded or batch.observer is not None:
         inputs = inputs._replace(query=projection.absorb(query))
         found = attend(inputs, layer, batch)
         return projection.expand(found if batch.observer is None else batch.observer(inputs, found))

@@ -62,8 +62,8 @@ def _keys(rows: PromptRows, group: CacheGroup) -> tuple[list[tuple[int, int]], l
     if not residual:
         return [(0, length)], []
     recent = max(0, length - rows.count + 1 - residual)
-    exact = [(0, min(sinks, recent)), (recent, length)]
-    return [(min(sinks, length), max(min(sinks, length), length - residual))], exact
+    quantized = [(sinks, length - residual)] if sinks < length - residual else []
+    return quantized, [(0, min(sinks, recent)), (recent, length)]
 
 
 class _Vectors:

@@ -178,6 +178,19 @@ def test_deterministic_mode_and_windows_stay_absorbed_in_chunks_of_512(folder, m
     assert not expanded_rows
 
 
+def test_an_observer_of_a_long_chunk_sees_absorbed_queries(model, expanded_rows):
+    llm, seen = engine(model), []
+
+    def observe(inputs: LayerInputs, outcome: torch.Tensor) -> torch.Tensor:
+        seen.append((inputs.query.shape, outcome.shape))
+        return outcome
+
+    manager(llm).append(0, 100)
+    runner(llm).run([Chunk(Request(0, tokens(100), SamplingParams()), 0, 100, False)], observe)
+    assert seen == [((100, 4, 40), (100, 4, 32))] * 4
+    assert not expanded_rows
+
+
 def test_latent_prompts_are_read_in_chunks_of_2048_unless_the_user_chose(model):
     assert [engine(model).config.chunk_tokens, engine(model).config.step_tokens] == [2048, 2048]
     chosen = engine(model, prefill_chunk=100, max_num_batched_tokens=120).config
