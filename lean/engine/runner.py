@@ -151,7 +151,7 @@ class Runner:
         starts, prompts = [0, *itertools.accumulate(lengths)], []
         if self._may_expand:
             rows_of = zip(itertools.count(), starts, lengths, (chunk.end for chunk in chunks))
-            prompts = [own for own in itertools.starmap(PromptRows, rows_of) if own.count >= FEW_ROWS]
+            prompts = [own for own in itertools.starmap(PromptRows, rows_of) if own.num_rows >= FEW_ROWS]
         turn, shifts = None, self._shifts(positions.tolist())
         if self.sink_rotary is not None and any(shifts):
             turn = self._turn(self.sink_rotary.back(torch.tensor(shifts), device))

@@ -56,7 +56,7 @@ class AttentionBatch:
         kept = torch.ones_like(self.positions, dtype=torch.bool)
         for rows in prompts:
             lengths[rows.seq] = 0
-            kept[rows.first : rows.first + rows.count] = False
+            kept[rows.first : rows.first + rows.num_rows] = False
         starts = torch.cat((starts[:1], lengths.cumsum(0, dtype=starts.dtype)))
         return replace(self, query_start_loc=starts), kept.nonzero().squeeze(1)
 
@@ -137,7 +137,7 @@ def attend_latent(
     _write(inputs, layer, batch)
     out = query.new_empty(*query.shape[:2], projection.v_head_dim)
     for rows in expanded:
-        own = slice(rows.first, rows.first + rows.count)
+        own = slice(rows.first, rows.first + rows.num_rows)
         out[own] = attend_expanded(
             projection,
             query[own],

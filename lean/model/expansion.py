@@ -27,12 +27,12 @@ _TOKENS = 512  # latent vectors that are expanded by one product
 
 
 class PromptRows(NamedTuple):
-    """The rows of one sequence in a packed step: ``count`` rows from ``first`` on. ``seq``: its place in the step.
+    """The rows of one sequence in a packed step: ``num_rows`` from ``first`` on. ``seq``: its place in the step.
     ``seq_len``: its tokens in the cache, this step's included."""
 
     seq: int
     first: int
-    count: int
+    num_rows: int
     seq_len: int
 
 
@@ -50,8 +50,8 @@ def pays(projection: LatentProjection, rows: PromptRows, k_dim: int, group: Cach
     if group.window:
         return False
     rank, nope, v_head_dim = projection.weight.shape[1], projection.nope, projection.v_head_dim
-    pairs = rows.count * (rows.seq_len - rows.count) + rows.count * (rows.count + 1) // 2
-    absorbed = pairs * (k_dim + rank) + rows.count * rank * (nope + v_head_dim)
+    pairs = rows.num_rows * (rows.seq_len - rows.num_rows) + rows.num_rows * (rows.num_rows + 1) // 2
+    absorbed = pairs * (k_dim + rank) + rows.num_rows * rank * (nope + v_head_dim)
     vectors = sum(last - first for part in _keys(rows, group) for first, last in part)
     return pairs * (nope + k_dim - rank + v_head_dim) + vectors * rank * (nope + v_head_dim) < absorbed
 
@@ -61,7 +61,7 @@ def _keys(rows: PromptRows, group: CacheGroup) -> tuple[list[tuple[int, int]], l
     length, residual, sinks = rows.seq_len, group.residual_length, group.num_exact_sinks
     if not residual:
         return [(0, length)], []
-    recent = max(0, length - rows.count + 1 - residual)
+    recent = max(0, length - rows.num_rows + 1 - residual)
     quantized = [(sinks, length - residual)] if sinks < length - residual else []
     return quantized, [(0, min(sinks, recent)), (recent, length)]
 
@@ -117,11 +117,11 @@ def attend_expanded(
     """Attention of a sequence's rows to what the cache holds: what absorbing the query computes, but for rounding.
 
     Args:
-        query: [count, num_heads, nope + rope], the rows' own query, after RoPE. Their vectors are written already.
+        query: [num_rows, num_heads, nope + rope], the rows' own query, after RoPE. Their vectors are written already.
         block_tables: per pool, of all sequences of the step.
 
     Returns:
-        [count, num_heads, v_head_dim]
+        [num_rows, num_heads, v_head_dim]
     """
     group, num_heads, dtype = layer.group, query.shape[1], query.dtype
     quantized_keys, exact_keys = _keys(rows, group)
@@ -134,9 +134,9 @@ def attend_expanded(
     count = heads_at_once(num_heads, held * sum(dims) * dtype.itemsize)
     layout = KVLayout(fmt, fmt, count, *dims, size)
     pool, exact_pool = vectors.pool_for(layout), None if exact is None else exact.pool_for(layout)
-    starts = torch.tensor([0, rows.count], dtype=torch.int32)
+    starts = torch.tensor([0, rows.num_rows], dtype=torch.int32)
     length = torch.tensor([rows.seq_len], dtype=torch.int32)
-    out = query.new_empty(rows.count, num_heads, projection.v_head_dim)
+    out = query.new_empty(rows.num_rows, num_heads, projection.v_head_dim)
     for first in range(0, num_heads, count):
         heads = slice(first, first + count)
         vectors.expand_into(pool, projection, heads)

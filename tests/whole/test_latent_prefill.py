@@ -164,7 +164,7 @@ def test_a_long_prompt_beside_running_sequences_changes_no_answer(model, expande
         for output in llm.step():
             found[output.request_id] += output.token_ids
     assert list(found.values()) == alone
-    assert {(rows.seq, rows.count) for rows in expanded_rows} == {(2, 150)}
+    assert {(rows.seq, rows.num_rows) for rows in expanded_rows} == {(2, 150)}
 
 
 @pytest.mark.parametrize("config", [{"deterministic": True}, {"window": 64}, {"window": 64, "sinks": 4}], ids=str)
