@@ -16,6 +16,7 @@ DEFAULT_SINKS = 4
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CHAT_MAX_TOKENS = 1024
 DEFAULT_STEP_TOKENS = 512
+LATENT_PREFILL_CHUNK = 2048  # expanding the vectors in the cache for every chunk (`lean.model.expansion`) costs less
 QUANTIZATIONS = ("bnb-4bit", "bnb-8bit")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
@@ -62,7 +63,8 @@ class EngineConfig:
         kv_memory: bytes for all pools together.
         max_model_len: longest sequence, prompt and answer together; None: the model's maximum, unlimited under a
             window.
-        prefill_chunk: most prompt tokens of one sequence in one step.
+        prefill_chunk: most prompt tokens of one sequence in one step; None: 512, or 2,048 where latent attention (MLA)
+            expands the vectors in the cache for every chunk.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens of all sequences in one step; None: 512, or prefill_chunk or max_num_seqs if
             larger.
@@ -89,7 +91,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_memory: int | None = None
     max_model_len: int | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int | None = None
     dtype: str = "auto"
@@ -137,7 +139,12 @@ class EngineConfig:
     @property
     def step_tokens(self) -> int:
         """Most tokens of all sequences in one step."""
-        return self.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, self.prefill_chunk, self.max_num_seqs)
+        return self.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, self.chunk_tokens, self.max_num_seqs)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of one sequence in one step."""
+        return self.prefill_chunk or DEFAULT_STEP_TOKENS
 
     def exact(self) -> EngineConfig:
         """The same options with the KV cache in the model's dtype. A window stays."""

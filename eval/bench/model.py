@@ -82,7 +82,7 @@ def contenders(
                 raise UserError("--against llama.cpp needs the model as a GGUF file: pass it with --gguf FILE")
             for cache in ("f16", "q8_0"):
                 length = llm.size.max_model_len
-                made[f"llama.cpp {cache}"] = LlamaCpp(file, cache, length, threads, llm.config.prefill_chunk)
+                made[f"llama.cpp {cache}"] = LlamaCpp(file, cache, length, threads, llm.config.chunk_tokens)
         else:
             raise UserError(f"unknown peer {peer!r}: choose from {', '.join(PEERS)}")
     return made, ours

@@ -29,7 +29,7 @@ def decode_room(config: EngineConfig, rows: int, context: int, steps: int) -> in
     The first sequences already decode while the last prompts of ``context`` tokens are read, and all sequences must
     run for ``steps`` common steps after that.
     """
-    chunk = max(1, min(config.prefill_chunk, config.step_tokens - rows))
+    chunk = max(1, min(config.chunk_tokens, config.step_tokens - rows))
     return steps + rows * (-(-context // chunk) + 1) + 8
 
 

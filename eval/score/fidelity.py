@@ -22,7 +22,7 @@ def full_config(config: EngineConfig) -> EngineConfig:
 
 def floor_config(config: EngineConfig) -> EngineConfig:
     """The exact cache at another chunk size: it differs by rounding alone, the floor for every format."""
-    return replace(config.exact(), prefill_chunk=max(1, config.prefill_chunk // 4))
+    return replace(config.exact(), prefill_chunk=max(1, config.chunk_tokens // 4))
 
 
 @dataclass(frozen=True)

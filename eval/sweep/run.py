@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lean.cache.plan import CachePlan, plan_cache
 from lean.config import EngineConfig
+from lean.device import choose_device
+from lean.engine.assemble import with_chunk
 from lean.errors import ConfigError, EngineError, UserError
 from lean.eval.corpus import Corpus
 from lean.eval.score.fidelity import Reference, compare, full_config, read_reference
@@ -69,6 +71,7 @@ def run_sweep(
         EngineError: the exact cache fails.
     """
     info = inspect_model(source, base)
+    base = with_chunk(base, info, choose_device(base.device))  # one chunk for all cells
     base = replace(base, max_model_len=base.max_model_len or _longest_sequence(info, grid))
     config = describe_sweep(info, base, grid, corpus)
     cells = grid.cells()

@@ -111,7 +111,7 @@ def _changes(room: Room, config: EngineConfig, wanted: int | None) -> Iterator[d
             yield {"window": widest, **longer}
     if fewer := _most(lambda count: fits(max_num_seqs=count, **longer), config.max_num_seqs - 1):
         yield {"max_num_seqs": fewer, **longer}
-    if fewer := _most(lambda count: fits(prefill_chunk=count, **longer), config.prefill_chunk - 1):
+    if fewer := _most(lambda count: fits(prefill_chunk=count, **longer), config.chunk_tokens - 1):
         yield {"prefill_chunk": fewer, **longer}
     if fits(kv_residual_length=0, **longer):
         yield {"kv_residual_length": 0, **longer}

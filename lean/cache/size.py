@@ -123,6 +123,6 @@ def _bounded_blocks(pool: PoolSpec, config: EngineConfig, max_model_len: int) ->
     """
     size = config.block_size
     kept = pool.most_blocks(max_model_len, size)
-    step = min(config.step_tokens, config.max_num_seqs * config.prefill_chunk)
+    step = min(config.step_tokens, config.max_num_seqs * config.chunk_tokens)
     total = config.max_num_seqs * (kept + 1) + blocks_for(step, size)
     return min(total, config.max_num_seqs * blocks_for(max_model_len, size))

@@ -6,7 +6,14 @@ from typing import Annotated
 import typer
 
 from lean.cli.flags import Command, flag_group, option
-from lean.config import DEFAULT_CHAT_MAX_TOKENS, DEFAULT_MAX_TOKENS, KV_DTYPE_HELP, EngineConfig
+from lean.config import (
+    DEFAULT_CHAT_MAX_TOKENS,
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_STEP_TOKENS,
+    KV_DTYPE_HELP,
+    LATENT_PREFILL_CHUNK,
+    EngineConfig,
+)
 from lean.kernels.layout import BLOCK_SIZES
 
 _DEFAULT = EngineConfig()
@@ -145,8 +152,12 @@ def _cache_flags(
 @flag_group("Engine")
 def _device_flags(
     prefill_chunk: Annotated[
-        int, typer.Option(help="Maximum number of prompt tokens of one sequence per step.")
-    ] = _DEFAULT.prefill_chunk,
+        int | None,
+        option(
+            "Maximum number of prompt tokens of one sequence per step.",
+            f"{DEFAULT_STEP_TOKENS}; of latent attention (MLA) on a CPU {LATENT_PREFILL_CHUNK}",
+        ),
+    ] = None,
     max_num_seqs: Annotated[
         int,
         option(

@@ -76,7 +76,7 @@ def ppl(
     except Interrupted as stopped:
         interrupt, result = stopped, stopped.result
     report = result.report() | {
-        "chunk": options.engine.prefill_chunk,
+        "chunk": llm.config.chunk_tokens,
         "bytes_per_token": llm.plan.bytes_per_token,
         "bytes_held": llm.peak_use.bytes_held,
         "config": config_report(llm),
@@ -170,14 +170,14 @@ def kld(
         "floor_kld_stderr": floor and floor.kld_stderr,
         "corpus": source.report(),
         "context": scored.context,
-        "chunk": options.engine.prefill_chunk,
+        "chunk": llm.config.chunk_tokens,
         "bos": scored.bos,
         "bytes_per_token": llm.plan.bytes_per_token,
         "bytes_held": llm.peak_use.bytes_held,
         "config": config_report(llm),
     }
     if per_layer and not interrupt:
-        report["layers"] = _layer_errors(llm, scored.parts[0].token_ids[: options.engine.prefill_chunk])
+        report["layers"] = _layer_errors(llm, scored.parts[0].token_ids[: llm.config.chunk_tokens])
     if greedy and not interrupt:
         report["greedy_divergence"] = _greedy_divergence(exact, llm, scored.token_ids, greedy, greedy_tokens)
     if json:

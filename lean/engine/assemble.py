@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from lean.cache.advice import Room, what_fits
 from lean.cache.plan import CachePlan, plan_cache
 from lean.cache.size import CacheSize, DoesNotFit, size_cache
-from lean.config import EngineConfig
+from lean.config import LATENT_PREFILL_CHUNK, EngineConfig
 from lean.device import cache_share, choose_device, driver_free_bytes, free_bytes, passed_over
 from lean.engine.cuda_graphs import CudaGraphs, WaitsForDevice
 from lean.engine.decode_steps import keep_compiled_code
@@ -20,6 +21,7 @@ from lean.errors import ConfigError, is_out_of_memory
 from lean.kernels.compiling import Compiled, compiled_kernels
 from lean.kernels.serving import Need, backend, needs_of
 from lean.model import rotary
+from lean.model.expansion import may_expand
 from lean.model.info import ModelInfo, inspect_model
 from lean.model.load import LoadedModel, load_model
 from lean.quant import raw_format
@@ -59,6 +61,7 @@ def assemble(
             f"{info.source.name}: --deterministic is not possible, as layers with states compute other bits when a "
             "prompt is cut into other chunks: remove it"
         )
+    config = with_chunk(config, info, device)
     plan = plan_cache(info.layers, config, raw_format(info.dtype), info.states)
     needs = needs_of((layout for pool in plan.pools for layout in pool.layouts), info.dtype)
     kernel_name = _choose_kernels(device, needs)
@@ -67,6 +70,14 @@ def assemble(
     if compiled is not None and compiled.kernels:
         parts.notes.append(str(compiled))
     return parts
+
+
+def with_chunk(config: EngineConfig, info: ModelInfo, device: torch.device) -> EngineConfig:
+    """The same options with the chunk that suits the model, where they leave it open."""
+    if config.prefill_chunk is not None:
+        return config
+    large = config.window is None and may_expand(info.is_latent, device, config.deterministic)
+    return replace(config, prefill_chunk=LATENT_PREFILL_CHUNK if large else config.chunk_tokens)
 
 
 def _assemble(

@@ -25,6 +25,7 @@ from lean.engine.scheduler import Chunk
 from lean.kernels.layout import sink_shift
 from lean.kernels.reference import read_slots
 from lean.model.attention import AttentionBatch, Observer
+from lean.model.expansion import FEW_ROWS, PromptRows, may_expand
 from lean.model.load import LoadedModel
 from lean.model.mixers import StateGroup, state_groups
 from lean.model.sink_turn import SinkRotary, SinkTurn
@@ -75,6 +76,7 @@ class Runner:
         self.cache = cache
         self._manager = manager
         self._deterministic = deterministic
+        self._may_expand = may_expand(model.info.is_latent, model.device, deterministic)
         self._favours_single_row = favours_single_row(model.module, model.info.dtype, model.device)
         self.sink_rotary: SinkRotary | None = None  # set where sinks stay visible beyond a window
         self.position_offset = 0  # added to every position; attention is relative, so the self-test can move it
@@ -146,11 +148,15 @@ class Runner:
         groups: tuple[StateGroup, ...] = ()
         if manager.slots is not None:
             groups = state_groups(chunks, [manager.slot(seq_id) for seq_id in seq_ids], device)
+        starts, prompts = [0, *itertools.accumulate(lengths)], []
+        if self._may_expand:
+            rows_of = zip(itertools.count(), starts, lengths, (chunk.end for chunk in chunks))
+            prompts = [own for own in itertools.starmap(PromptRows, rows_of) if own.num_rows >= FEW_ROWS]
         turn, shifts = None, self._shifts(positions.tolist())
         if self.sink_rotary is not None and any(shifts):
             turn = self._turn(self.sink_rotary.back(torch.tensor(shifts), device))
         return AttentionBatch(
-            query_start_loc=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
             seq_lens=torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32, device=device),
             positions=torch.from_numpy(positions).to(device),
             slot_mapping=tuple(slot_mapping),
@@ -158,6 +164,7 @@ class Runner:
             sink_turn=turn,
             observer=observer,
             states=groups,
+            prompts=tuple(prompts),
         )
 
     def _turn(self, turn: SinkTurn) -> SinkTurn:

@@ -168,7 +168,7 @@ class Scheduler:
             start = min(request.num_computed_tokens, request.num_tokens - 1)
             self._resume_at(request, start)
             start = request.num_computed_tokens
-            end = min(request.num_tokens, start + min(self._config.prefill_chunk, budget))
+            end = min(request.num_tokens, start + min(self._config.chunk_tokens, budget))
             if not self._make_room(request, end - start):
                 break
             self._manager.append(request.seq_id, end - start)

@@ -82,7 +82,7 @@ def measure(
     peak_of: Callable[[Callable[[], None]], int],
 ) -> Working:
     """Run the largest steps. ``peak_of``: runs a step and returns the bytes that it takes at most."""
-    prompt = prompt_chunks(config, min(config.prefill_chunk, _limit(model, config, plan)))
+    prompt = prompt_chunks(config, min(config.chunk_tokens, _limit(model, config, plan)))
     trial = _Trial(model, config, plan, kernel_name, prompt)
 
     def peak(lengths: list[int]) -> int:

@@ -1,7 +1,7 @@
 """lean's attention function and mask function for transformers models, and the batch metadata they travel with."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 from lean.cache.kv_cache import KVCache, LayerCache
 from lean.errors import ModelError
 from lean.kernels.ops import kv_write, paged_attention
+from lean.model.expansion import PromptRows, attend_expanded, pays
 from lean.model.latent import LatentProjection
 from lean.model.mixers import StateGroup
 from lean.model.sink_turn import SinkTurn
@@ -35,6 +36,8 @@ class AttentionBatch:
         observer: called with every layer's inputs and outcome; what it returns takes the place of the outcome. None
             except in the self-test and in measurements.
         states: the rows as layers with states compute them; empty for a model without.
+        prompts: sequences with many new tokens, for which latent attention may expand the vectors in the cache; empty
+            where an engine does not (`lean.model.expansion.may_expand`).
     """
 
     query_start_loc: torch.Tensor
@@ -45,13 +48,24 @@ class AttentionBatch:
     sink_turn: SinkTurn | None = None
     observer: "Observer | None" = None
     states: tuple[StateGroup, ...] = ()
+    prompts: tuple[PromptRows, ...] = ()
+
+    def without(self, prompts: Sequence[PromptRows]) -> tuple["AttentionBatch", torch.Tensor]:
+        """The same sequences, but these have no rows; and the rows that are left, int64 [rows]. For reading only."""
+        starts, lengths = self.query_start_loc, self.query_start_loc.diff()
+        kept = torch.ones_like(self.positions, dtype=torch.bool)
+        for rows in prompts:
+            lengths[rows.seq] = 0
+            kept[rows.first : rows.first + rows.num_rows] = False
+        starts = torch.cat((starts[:1], lengths.cumsum(0, dtype=starts.dtype)))
+        return replace(self, query_start_loc=starts), kept.nonzero().squeeze(1)
 
 
 class LayerInputs(NamedTuple):
     """The inputs of one layer's attention in one step, after RoPE, and its settings.
 
     query: [num_tokens, num_q_heads, k_dim]; key, value: [num_tokens, num_kv_heads, dim]; sink_logits: [num_q_heads].
-    Of a latent layer the query is the absorbed one (`lean.model.latent`).
+    An observer gets the absorbed query of a latent layer (`lean.model.latent`).
     """
 
     layer: int
@@ -72,11 +86,20 @@ def attend(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> tor
 
     A layer that reads another layer's K/V writes nothing: that layer has run earlier in the same step.
     """
+    _write(inputs, layer, batch)
+    return _read(inputs, layer, batch)
+
+
+def _write(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> None:
     group = layer.group
     if layer.writes:
         kv_write(layer.pool, inputs.key, inputs.value, batch.slot_mapping[group.pool_id])
         if layer.exact is not None and group.exact_pool_id is not None:
             kv_write(layer.exact, inputs.key, inputs.value, batch.slot_mapping[group.exact_pool_id])
+
+
+def _read(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> torch.Tensor:
+    group = layer.group
     turn = batch.sink_turn if group.num_sink_tokens else None
     return paged_attention(
         inputs.query,
@@ -95,6 +118,41 @@ def attend(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> tor
         num_exact_sinks=group.num_exact_sinks,
         sink_logits=inputs.sink_logits,
     )
+
+
+def attend_latent(
+    projection: LatentProjection, inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch
+) -> torch.Tensor:
+    """`attend` for a latent layer: [num_tokens, num_q_heads, v_head_dim].
+
+    inputs: with the heads' own query, [num_tokens, num_q_heads, nope + rope]. It is absorbed, except for rows whose
+    keys are expanded. An observer sees all rows absorbed.
+    """
+    query = inputs.query
+    expanded = [rows for rows in batch.prompts if pays(projection, rows, inputs.key.shape[2], layer.group)]
+    if not expanded or batch.observer is not None:
+        inputs = inputs._replace(query=projection.absorb(query))
+        found = attend(inputs, layer, batch)
+        return projection.expand(found if batch.observer is None else batch.observer(inputs, found))
+    _write(inputs, layer, batch)
+    out = query.new_empty(*query.shape[:2], projection.v_head_dim)
+    for rows in expanded:
+        own = slice(rows.first, rows.first + rows.num_rows)
+        out[own] = attend_expanded(
+            projection,
+            query[own],
+            rows,
+            layer,
+            batch.block_tables,
+            scale=inputs.scale,
+            softcap=inputs.softcap,
+            sink_logits=inputs.sink_logits,
+        )
+    batch, others = batch.without(expanded)
+    if len(others):
+        absorbed = inputs._replace(query=projection.absorb(query[others]))
+        out[others] = projection.expand(_read(absorbed, layer, batch))
+    return out
 
 
 def unsupported_arguments(
@@ -153,15 +211,13 @@ def lean_attention(
         raise ModelError(f"layer {index} asks for window {sliding_window}, the cache has {layer.own_window}")
     q, k, v = query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    latent: LatentProjection | None = module.kv_b_proj if layer.pool.layout.v_in_k else None  # type: ignore[assignment]
-    if latent is not None:
-        q = latent.absorb(q)
     inputs = LayerInputs(index, q, k, v, scale, softcap or 0.0, s_aux)
-    out = attend(inputs, layer, attention_batch)
-    if attention_batch.observer is not None:
-        out = attention_batch.observer(inputs, out)
-    if latent is not None:
-        out = latent.expand(out)
+    if layer.pool.layout.v_in_k:
+        out = attend_latent(module.kv_b_proj, inputs, layer, attention_batch)  # type: ignore[arg-type]
+    else:
+        out = attend(inputs, layer, attention_batch)
+        if attention_batch.observer is not None:
+            out = attention_batch.observer(inputs, out)
     return out.unsqueeze(0), None
 
 

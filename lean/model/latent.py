@@ -3,7 +3,8 @@
 K and V of every head are products of one vector, c, with two matrices of that head: k = [W_UK c, the rotated part] and
 v = W_UV c. So q . k = (W_UK^T q) . c + the rotated parts, and the weighted sum of v is W_UV times that of c. Attention
 can thus run on the vectors [c, rotated part] themselves, as one KV head whose V is the beginning of its K; the query is
-multiplied by W_UK before, and the outcome by W_UV after.
+multiplied by W_UK before, and the outcome by W_UV after. For many queries at once, K and V are made from the vectors
+again where that is less work (`lean.model.expansion`).
 
 transformers' modules expand c into K and V in a method of their own, `expand_kv`, between RoPE and the attention
 function. Only that method and the product in it are replaced, so every rotation, norm and scale stays the module's own.
@@ -51,6 +52,15 @@ class LatentProjection(nn.Module):
     def expand(self, outcome: torch.Tensor) -> torch.Tensor:
         """Weighted sums of latent vectors [tokens, num_heads, rank] -> of values [tokens, num_heads, v_head_dim]."""
         return self._product(outcome, self._per_head()[:, self.nope :].transpose(1, 2))
+
+    def keys_and_values(self, vectors: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Vectors [tokens, rank + rope] -> K [tokens, heads, nope + rope] and V [tokens, heads, v_head_dim] of some
+        heads."""
+        matrices = self._per_head()[heads]
+        latent, rotated = vectors.split((matrices.shape[2], vectors.shape[1] - matrices.shape[2]), dim=1)
+        both = nn.functional.linear(latent, matrices.flatten(0, 1)).unflatten(1, matrices.shape[:2])
+        key = torch.cat((both[..., : self.nope], rotated[:, None].expand(-1, len(matrices), -1)), dim=-1)
+        return key, both[..., self.nope :]
 
     def extra_repr(self) -> str:
         return f"weight={list(self.weight.shape)}, nope={self.nope}, v_head_dim={self.v_head_dim}"
