@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lean.model.latent import LatentProjection
+
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _onednn: Any = torch.backends.mkldnn
 
@@ -31,14 +33,14 @@ _use = _Use()
 def favours_single_row(module: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `single_row_products` makes a whole model in ``dtype`` faster.
 
-    True for bfloat16 on x86 with all weights in linear layers and embeddings. With float16 and float32 the times are
-    equal, and other machines were not measured. On gpt-oss's experts, whose weights are transposed, it is 12 times
-    slower.
+    True for bfloat16 on x86 with all weights in linear layers, embeddings and latent projections. With float16 and
+    float32 the times are equal, and other machines were not measured. On gpt-oss's experts, whose weights are
+    transposed, it is 12 times slower.
     """
     if dtype is not torch.bfloat16 or device.type != "cpu" or not _IS_X86 or not _onednn.is_available():
         return False
     return all(
-        isinstance(part, torch.nn.Linear | torch.nn.Embedding)
+        isinstance(part, torch.nn.Linear | torch.nn.Embedding | LatentProjection)
         for part in module.modules()
         for weight in part.parameters(recurse=False)
         if weight.dim() > 1

@@ -49,7 +49,7 @@ def pays(projection: LatentProjection, rows: PromptRows, k_dim: int, group: Cach
     """
     if group.window:
         return False
-    rank, nope, v_head_dim = projection.weight.shape[1], projection.nope, projection.v_head_dim
+    rank, nope, v_head_dim = projection.rank, projection.nope, projection.v_head_dim
     pairs = rows.num_rows * (rows.seq_len - rows.num_rows) + rows.num_rows * (rows.num_rows + 1) // 2
     absorbed = pairs * (k_dim + rank) + rows.num_rows * rank * (nope + v_head_dim)
     vectors = sum(last - first for part in _keys(rows, group) for first, last in part)

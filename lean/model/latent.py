@@ -21,49 +21,57 @@ _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
 class LatentProjection(nn.Module):
-    """W_UK and W_UV of a layer, in the place and under the name of the product that transformers expands with.
+    """W_UK and W_UV of a layer, in the place of the product that transformers expands with.
+
+    Both lie as the product of one row reads them fastest: every output's weights side by side. On the meta device the
+    weight stays as it is, since a checkpoint is compared with its name and shape.
 
     Args:
-        weight: [num_heads * (nope + v_head_dim), rank].
+        weight: a parameter, [num_heads * (nope + v_head_dim), rank].
         nope, v_head_dim: dims of a head's query that are not rotated, and of its V.
         head_by_head: products of one head each, not one of all heads: deterministic mode cuts these into row tiles.
+
+    Attributes:
+        key_weight: [num_heads, rank, nope]. value_weight: [num_heads, v_head_dim, rank].
     """
 
-    def __init__(self, weight: nn.Parameter, nope: int, v_head_dim: int, head_by_head: bool) -> None:
+    def __init__(self, weight: torch.Tensor, nope: int, v_head_dim: int, head_by_head: bool) -> None:
         super().__init__()
-        self.weight = weight
         self.nope, self.v_head_dim, self.head_by_head = nope, v_head_dim, head_by_head
+        self.rank = weight.shape[1]
+        if weight.is_meta:
+            self.weight = weight
+            return
+        per_head = weight.unflatten(0, (-1, nope + v_head_dim))
+        self.key_weight = nn.Parameter(per_head[:, :nope].transpose(1, 2).contiguous(), weight.requires_grad)
+        self.value_weight = nn.Parameter(per_head[:, nope:].contiguous(), weight.requires_grad)
 
-    def _per_head(self) -> torch.Tensor:
-        """[num_heads, nope + v_head_dim, rank]"""
-        return self.weight.unflatten(0, (-1, self.nope + self.v_head_dim))
-
-    def _product(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """x [tokens, num_heads, a] times matrices [num_heads, a, b]: [tokens, num_heads, b]."""
-        x = x.transpose(0, 1)
+    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [tokens, num_heads, a] times weight [num_heads, b, a]: [tokens, num_heads, b]."""
+        x, matrices = x.transpose(0, 1), weight.transpose(1, 2)
         found = torch.stack(list(map(torch.mm, x, matrices))) if self.head_by_head else torch.bmm(x, matrices)
         return found.transpose(0, 1)
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """query [tokens, num_heads, nope + rope] -> [tokens, num_heads, rank + rope]."""
-        latent = self._product(query[..., : self.nope], self._per_head()[:, : self.nope])
+        latent = self._product(query[..., : self.nope], self.key_weight)
         return torch.cat((latent, query[..., self.nope :]), dim=-1)
 
     def expand(self, outcome: torch.Tensor) -> torch.Tensor:
         """Weighted sums of latent vectors [tokens, num_heads, rank] -> of values [tokens, num_heads, v_head_dim]."""
-        return self._product(outcome, self._per_head()[:, self.nope :].transpose(1, 2))
+        return self._product(outcome, self.value_weight)
 
     def keys_and_values(self, vectors: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors [tokens, rank + rope] -> K [tokens, heads, nope + rope] and V [tokens, heads, v_head_dim] of some
         heads."""
-        matrices = self._per_head()[heads]
-        latent, rotated = vectors.split((matrices.shape[2], vectors.shape[1] - matrices.shape[2]), dim=1)
-        both = nn.functional.linear(latent, matrices.flatten(0, 1)).unflatten(1, matrices.shape[:2])
-        key = torch.cat((both[..., : self.nope], rotated[:, None].expand(-1, len(matrices), -1)), dim=-1)
-        return key, both[..., self.nope :]
+        latent, rotated = vectors[:, : self.rank], vectors[:, self.rank :]
+        key = torch.stack([torch.mm(latent, matrix) for matrix in self.key_weight[heads]], dim=1)
+        value = nn.functional.linear(latent, self.value_weight[heads].flatten(0, 1))
+        key = torch.cat((key, rotated[:, None].expand(-1, key.shape[1], -1)), dim=-1)
+        return key, value.unflatten(1, (-1, self.v_head_dim))
 
     def extra_repr(self) -> str:
-        return f"weight={list(self.weight.shape)}, nope={self.nope}, v_head_dim={self.v_head_dim}"
+        return f"rank={self.rank}, nope={self.nope}, v_head_dim={self.v_head_dim}"
 
 
 def install(model: nn.Module, head_by_head: bool = False) -> bool:

@@ -77,11 +77,15 @@ def test_every_family_equals_its_own_module(name: str, head_by_head: bool) -> No
 
 
 @torch.no_grad()
-def test_the_attention_function_sees_one_vector_a_token_and_the_names_of_weights_stay() -> None:
+def test_the_attention_function_sees_one_vector_a_token_and_the_weights_are_those_of_the_checkpoint() -> None:
     model = random_model("deepseek_v3")
-    names = {name: parameter.shape for name, parameter in model.named_parameters()}
+    skeleton = random_model("deepseek_v3").to("meta")
+    names = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+    assert latent.install(skeleton)
+    assert {name: parameter.shape for name, parameter in skeleton.named_parameters()} == names
+    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules_of(model)]
     assert latent.install(model)
-    assert {name: parameter.shape for name, parameter in model.named_parameters()} == names
+    assert [sum(parameter.numel() for parameter in module.parameters()) for module in modules_of(model)] == sizes
     seen = []
 
     def note(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
