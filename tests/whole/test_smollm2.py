@@ -64,13 +64,13 @@ def test_greedy_text_equals_transformers(exact):
     folder = exact.model.info.source.folder
     peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = [exact.encode(prompt) for prompt in PROMPTS]
-    outputs = exact.generate(prompts, SamplingParams(max_tokens=80, temperature=0.0))
+    outputs = exact.generate(prompts, SamplingParams(max_tokens=48, temperature=0.0))
     for prompt, output in zip(prompts, outputs):
         ids = torch.tensor([prompt])
         result = peer.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=80,
+            max_new_tokens=48,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
