@@ -58,7 +58,7 @@ def _options(context: typer.Context) -> "tuple[Options, list[str]]":
     for name in ("max_model_len", "max_num_seqs"):
         if context.params[name] != getattr(_DEFAULT, name):
             raise UserError(f"--{name.replace('_', '-')} has no effect: the benchmark sets it itself. Remove it.")
-    options = given_options(context, lambda _: {"max_num_seqs": 1})
+    options = given_options(context, lambda _: {"max_num_seqs": 1, "prefix_cache": False})
     return options, formats if len(formats) > 1 else [options.engine.kv_dtype]
 
 
@@ -282,7 +282,7 @@ def profile(
     json: Json = False,
 ) -> None:
     """Show how much time each part of a decode step takes."""
-    options = given_options(context, lambda _: {"max_num_seqs": 1})
+    options = given_options(context, lambda _: {"max_num_seqs": 1, "prefix_cache": False})
     if printed_config(context, options):
         return
     from lean.eval.bench.profile import PARTS, STEPS_IN_ALL, profile

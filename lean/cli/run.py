@@ -104,7 +104,8 @@ def _options(context: typer.Context, talking: bool, batch: bool) -> "Options":
 
     def usual(given: dict[str, Any]) -> dict[str, Any]:
         length: dict[str, Any] = {"max_tokens": DEFAULT_CHAT_MAX_TOKENS} if talking else {}
-        return length if batch else {**length, "max_num_seqs": max(1, given.get("n", 1))}
+        once = {} if talking else {"prefix_tail_memory": 0}  # no later prompt would use it
+        return length if batch else {**length, **once, "max_num_seqs": max(1, given.get("n", 1))}
 
     options = given_options(context, usual)
     if options.sampling.n > options.engine.max_num_seqs:
