@@ -275,6 +275,34 @@ def batch(
 
 @app.command()
 @engine_flags
+def prefix(
+    context: typer.Context,
+    model: ModelArgument = None,
+    kv_dtype: Formats = _DEFAULT.kv_dtype,
+    length: Annotated[
+        int, typer.Option("--context", help="Tokens of the prompt that is answered twice.", metavar="N")
+    ] = 4096,
+    requests: Annotated[
+        int, typer.Option(help="Number of requests with a common beginning of 2,000 tokens; 0: none.")
+    ] = 32,
+    json: Json = False,
+) -> None:
+    """What the prefix cache saves where prompts begin alike, and what it costs where they do not."""
+    options, names = _options(context)
+    if printed_config(context, options):
+        return
+    from lean.eval.bench.prefix import bench_prefix, room
+
+    for name, number, least in (("--context", length, 2), ("--requests", requests, 0)):
+        if number < least:
+            raise UserError(f"{name} {number} must be at least {least}")
+    config = replace(options.engine, max_model_len=room(length))
+    llm = start_engine(replace(options, engine=config))
+    _show(bench_prefix(llm, names, length, requests), json, None, "")
+
+
+@app.command()
+@engine_flags
 def profile(
     context: typer.Context,
     model: ModelArgument = None,

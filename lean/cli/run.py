@@ -204,9 +204,11 @@ def _answer_file(name: str, prompts: Path, out: Path, options: "Options", chat: 
     llm = _load(name, _resolve(name, options), options, no_probe, chat)
     summary = run_batch(llm, rows, out, options.sampling, chat, stderr)
     speed = f", {summary.tokens / summary.seconds:.1f} tokens/s" if summary.tokens else ""
+    counts = llm.stats().prefix
+    found = f"; {counts.tokens_found:,} prompt tokens from the prefix cache" if counts and counts.tokens_found else ""
     stderr.print(
         f"{summary.done} rows answered into {out}, {summary.skipped} were already there, {summary.failed} failed; "
-        f"{summary.tokens:,} tokens in {summary.seconds:.1f} s{speed}; {llm.num_preemptions} preemptions"
+        f"{summary.tokens:,} tokens in {summary.seconds:.1f} s{speed}; {llm.num_preemptions} preemptions{found}"
     )
     if summary.failed:
         raise UserError(f'{summary.failed} rows could not be answered: see "error" in their lines in {out}')
