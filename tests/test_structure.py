@@ -169,7 +169,11 @@ def test_the_block_manager_and_the_limits_of_the_machine_need_no_torch() -> None
     loaded = [found for found in imports() if found.kind == IMPORT_TIME]
     reached, waiting = (
         set(),
-        {"lean.cache.block_manager", "lean.cache.prefix", *(name for name in modules() if name.startswith("lean.machine"))},
+        {
+            "lean.cache.block_manager",
+            "lean.cache.prefix",
+            *(name for name in modules() if name.startswith("lean.machine")),
+        },
     )
     while waiting:
         reached |= waiting

@@ -46,9 +46,7 @@ def bench_prefix(llm: LLM, kv_dtypes: Sequence[str], context: int, requests: int
         yield _row(llm, kv_dtype, "no common beginning", _APART, *_apart(cached, plain))
 
 
-def _row(
-    llm: LLM, kv_dtype: str, name: str, context: int, own: list[float], peer: str, other: list[float]
-) -> BenchRow:
+def _row(llm: LLM, kv_dtype: str, name: str, context: int, own: list[float], peer: str, other: list[float]) -> BenchRow:
     shape, (fast, slow) = llm.model.info.layers[0], map(statistics.median, (own, other))
     return BenchRow(
         name, kv_dtype, shape.num_q_heads, shape.num_kv_heads, shape.k_dim, context, torch.get_num_threads(),

@@ -60,7 +60,7 @@ def waiting_sequences(llm: LLM) -> list[Request]:
 def hold(llm: LLM, ids: list[int]) -> int:
     """Compute a prompt and keep it in the cache until the request is aborted; returns its id."""
     request_id = llm.add_request(ids, SamplingParams(2, temperature=0, ignore_eos=True))
-    while not llm.step():
+    while not any(output.request_id == request_id for output in llm.step()):
         pass
     return request_id
 

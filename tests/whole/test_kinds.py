@@ -155,7 +155,7 @@ def test_a_hybrid_holds_the_states_that_transformers_holds(built, loaded, name):
     llm = LLM(loaded(name), EXACT)
     assert llm.plan.state_bytes == sum(theirs) > 0
     assert len(llm.plan.states) == len(theirs)
-    slots = EXACT.max_num_seqs + 1  # and one for padding
+    slots = EXACT.max_num_seqs + llm.size.num_tails + 1  # and one for padding
     assert llm.cache.states.nbytes == slots * llm.plan.state_bytes
     pools = sum(arena.nbytes for arena in llm.cache.arenas)
     assert llm.size.nbytes == pools + llm.cache.states.nbytes

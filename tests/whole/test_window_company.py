@@ -53,7 +53,10 @@ def test_forked_and_preempted_requests_give_the_same_as_alone_under_a_window(mod
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("kept", [150, 149, 143, 128, 100])
 def test_a_second_turn_gives_the_same_as_a_fresh_run_whether_its_beginning_is_cached_or_not(model, kv_dtype, kept):
-    """A turn of three windows after the first window, then single steps. With ``kept`` 100 its end is evicted."""
+    """A turn of three windows after the first window, then single steps.
+
+    With ``kept`` 100 the blocks of its window were evicted, but nothing has been written into them since.
+    """
     options = {"window": 40, "sinks": 4, "kv_residual_length": 8, "prefill_chunk": 64}
     ids = IDS[:kept] + tokens(3 * 40, seed=8)
     llm = start(model("gemma3, mixed"), kv_dtype, **options)
@@ -63,7 +66,7 @@ def test_a_second_turn_gives_the_same_as_a_fresh_run_whether_its_beginning_is_ca
     found = [token for part in parts for token in part.token_ids], [e for part in parts for e in part.logprobs]
     [fresh] = results(start(model("gemma3, mixed"), kv_dtype, **options), ids, max_tokens=12, temperature=0, seed=None)
     assert found == fresh
-    assert parts[0].cached_tokens == (128 if kept >= 128 else 0)
+    assert parts[0].cached_tokens == kept // 32 * 32
     if kept < 150:
         return
     exact = start(model("gemma3, mixed"), "fp32", **options | {"kv_residual_length": None}).score(ids)
