@@ -145,7 +145,7 @@ def _cache_flags(
         option(
             "Part of the KV memory that keeps the ends of prefixes where layers have a window or a residual, e.g. "
             "64MiB. Without it fewer prefixes are found again.",
-            "1/8 of the KV memory, at most 64 ends; none for one prompt",
+            "1/8 of the KV memory, at most 64 ends, and no more than the longest sequence leaves; none for one prompt",
             metavar="SIZE",
         ),
     ] = None,
