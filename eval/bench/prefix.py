@@ -20,7 +20,7 @@ _APART, _APART_ROUNDS = 256, 8  # tokens of a prompt that begins like no other; 
 
 def room(context: int) -> int:
     """max_model_len of the engines."""
-    return max(context, COMMON + OWN) + 2 * ANSWER
+    return max(context, COMMON + OWN, _APART) + 2 * ANSWER
 
 
 def bench_prefix(llm: LLM, kv_dtypes: Sequence[str], context: int, requests: int) -> Iterator[BenchRow]:
