@@ -70,7 +70,7 @@ def _again(llm: LLM, ids: list[int]) -> tuple[list[float], list[float]]:
         llm.reset_prefix_cache()
         cold, warm = _first_token(llm, ids), _first_token(llm, ids)
         if cold[1] or not warm[1]:
-            raise EngineError(f"the prompt of {len(ids)} tokens was not found in the cache: use a longer --context")
+            raise EngineError(f"of a prompt of {len(ids)} tokens {cold[1]} and then {warm[1]} were found in the cache")
         if turn:  # the first one is a warm-up
             first.append(cold[0])
             again.append(warm[0])

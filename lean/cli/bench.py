@@ -293,7 +293,7 @@ def prefix(
         return
     from lean.eval.bench.prefix import bench_prefix, room
 
-    for name, number, least in (("--context", length, 2), ("--requests", requests, 0)):
+    for name, number, least in (("--context", length, options.engine.block_size + 1), ("--requests", requests, 0)):
         if number < least:
             raise UserError(f"{name} {number} must be at least {least}")
     config = replace(options.engine, max_model_len=room(length))
