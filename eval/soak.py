@@ -1,7 +1,8 @@
 """Random load on a tiny model: memory must stay constant, every request must end, every block must be given back.
 
 The model has random weights and is made at the start; the test is about the engine. Requests arrive in random numbers
-and are cancelled, forked, kept and continued. The pool is too small for them, so that preemptions are frequent.
+and are cancelled and forked; some begin like earlier ones, and some have a salt. The pool is too small for them, so
+that preemptions are frequent.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import os
 import random
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 
 import torch
@@ -45,15 +46,15 @@ def resident_bytes() -> int:
 
 
 class Load:
-    """Makes requests, cancels some, continues others, and counts how they end."""
+    """Makes requests, some of which begin like an earlier one, cancels some, and counts how they end."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self.llm = llm
         self.random = random.Random(seed)
         self.count: Counter[str] = Counter()
         self.left: dict[int, int] = {}  # request -> its sequences that have not ended
-        self.prompts: dict[int, list[int]] = {}  # running requests whose cache will be kept -> their tokens so far
-        self.kept: dict[int, list[int]] = {}  # ended requests whose cache is kept -> all their tokens
+        self.texts: dict[int, list[int]] = {}  # running requests -> their tokens so far, of the first sequence
+        self.ended: deque[list[int]] = deque(maxlen=8)  # all tokens of requests that have ended
         self.target = 30  # requests alive at once
 
     def params(self) -> SamplingParams:
@@ -72,22 +73,21 @@ class Load:
 
     def add(self) -> None:
         draw, params = self.random, self.params()
-        continues: int | None = None
         prompt = [draw.randrange(1, 257) for _ in range(draw.choice((1, 5, 30, 90, 180)))]
-        if self.kept and draw.random() < 0.5:
-            continues, said = self.kept.popitem()
-            prompt = [*said, *prompt][: MODEL_LENGTH - 1]
-        keep = params.n == 1 and draw.random() < 0.3
-        request_id = self.llm.add_request(prompt, params, keep_cache=keep, continues=continues)
+        if self.ended and draw.random() < 0.5:
+            said = draw.choice(self.ended)
+            prompt = [*said[: draw.choice((len(said), len(said) // 2))], *prompt][: MODEL_LENGTH - 1]
+        request_id = self.llm.add_request(prompt, params, cache_salt=draw.choice((None, None, "a")))
         self.left[request_id] = params.n
-        if keep:
-            self.prompts[request_id] = prompt
+        self.texts[request_id] = list(prompt)
 
     def take(self, output: RequestOutput) -> None:
         request_id = output.request_id
         self.count["tokens"] += len(output.token_ids)
-        if request_id in self.prompts:
-            self.prompts[request_id].extend(output.token_ids)
+        self.count["prompt"] += output.prompt_tokens * (output.finish_reason is not None)
+        self.count["cached"] += output.cached_tokens * (output.finish_reason is not None)
+        if output.index == 0:
+            self.texts[request_id] += output.token_ids
         if output.finish_reason is None:
             return
         if output.finish_reason == "error":
@@ -97,12 +97,7 @@ class Load:
             return
         del self.left[request_id]
         self.count["aborted" if output.finish_reason == "abort" else "done"] += 1
-        if request_id in self.prompts:
-            self.kept[request_id] = self.prompts.pop(request_id)
-        while len(self.kept) > 8:
-            oldest = next(iter(self.kept))
-            del self.kept[oldest]
-            self.llm.release(oldest)
+        self.ended.append(self.texts.pop(request_id))
 
     def step(self, adding: bool = True) -> None:
         """One step of the engine. With ``adding``, some requests are added and cancelled first."""
@@ -124,8 +119,6 @@ class Load:
             steps += 1
             if steps > MAX_ALIVE * 4 * MODEL_LENGTH:
                 raise EngineError(f"{len(self.left)} requests do not end")
-        for request_id in self.kept:
-            self.llm.release(request_id)
         if self.left or self.llm.stats().bytes_held:
             raise EngineError(
                 f"{len(self.left)} requests have not ended and {self.llm.stats().bytes_held} bytes are still held"
@@ -163,7 +156,7 @@ def soak(load: Load, minutes: float) -> list[dict[str, float]]:
     start = time.monotonic()
     interval = min(60.0, minutes * 60 / 8)  # a verdict needs two points in a quarter
     next_point = start + interval
-    print("minutes    done  aborted  preemptions     tokens   alive  RSS MiB", flush=True)
+    print("minutes    done  aborted  preemptions     tokens  cached   alive  RSS MiB", flush=True)
     while (now := time.monotonic()) < start + minutes * 60 or now >= next_point:
         load.step()
         if now < next_point:
@@ -176,13 +169,14 @@ def soak(load: Load, minutes: float) -> list[dict[str, float]]:
             "aborted": load.count["aborted"],
             "preemptions": load.llm.num_preemptions,
             "tokens": load.count["tokens"],
+            "cached": load.count["cached"] / max(1, load.count["prompt"]),
             "alive": len(load.left),
             "rss_mib": resident_bytes() / 2**20,
         }
         curve.append(point)
         print(
             f"{point['minutes']:7.1f} {point['done']:7} {point['aborted']:8} {point['preemptions']:12} "
-            f"{point['tokens']:10} {point['alive']:7} {point['rss_mib']:8.1f}",
+            f"{point['tokens']:10} {point['cached']:7.1%} {point['alive']:7} {point['rss_mib']:8.1f}",
             flush=True,
         )
     return curve

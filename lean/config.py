@@ -27,6 +27,7 @@ _RANGES = {  # least and most of every option that is a number; block_size is on
     "sinks": (0, _MOST),
     "num_blocks": (1, _MOST),
     "kv_memory": (1, MOST_BYTES),
+    "prefix_tail_memory": (0, MOST_BYTES),
     "max_model_len": (1, _MOST),
     "prefill_chunk": (1, _MOST),
     "max_num_seqs": (1, _MOST),
@@ -61,6 +62,10 @@ class EngineConfig:
         block_size: tokens per block.
         num_blocks: usable blocks of each unbounded pool.
         kv_memory: bytes for all pools together.
+        prefix_cache: begin a request with the K and V of an earlier one where the prompts begin alike. Gives the same
+            bits as computing them where ``deterministic`` is set.
+        prefix_tail_memory: bytes, within those of the cache, for the ends of prefixes in pools with a window
+            (`lean.cache.prefix`); None: 1/8 of the cache, at most 64 of them.
         max_model_len: longest sequence, prompt and answer together; None: the model's maximum, unlimited under a
             window.
         prefill_chunk: most prompt tokens of one sequence in one step; None: 512, or 2,048 where latent attention (MLA)
@@ -90,6 +95,8 @@ class EngineConfig:
     block_size: int = 32
     num_blocks: int | None = None
     kv_memory: int | None = None
+    prefix_cache: bool = True
+    prefix_tail_memory: int | None = None
     max_model_len: int | None = None
     prefill_chunk: int | None = None
     max_num_seqs: int = 8
@@ -135,6 +142,8 @@ class EngineConfig:
             )
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ConfigError("num-blocks and kv-memory both set the size of the cache: give one of them")
+        if self.prefix_tail_memory and not self.prefix_cache:
+            raise ConfigError("prefix-tail-memory has no effect without the prefix cache: remove it")
 
     @property
     def step_tokens(self) -> int:

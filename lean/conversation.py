@@ -1,4 +1,4 @@
-"""A conversation whose earlier turns stay in the KV cache."""
+"""A conversation that goes on token by token, so that each turn begins with what the prefix cache has of it."""
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Conversation:
     """Messages, and their token ids as the model read and generated them.
 
-    A turn appends tokens; tokens of earlier turns are not rendered or tokenized again. They are computed again only if
-    the engine needed their cache memory for other requests meanwhile.
+    A turn appends tokens; tokens of earlier turns are not rendered or tokenized again. So the prefix cache finds their
+    full blocks, unless the engine needed the memory for other requests meanwhile.
     """
 
     def __init__(self, llm: "LLM", params: SamplingParams) -> None:
@@ -26,8 +26,7 @@ class Conversation:
         self.params = params
         self.messages: list[dict[str, str]] = []
         self.token_ids: list[int] = []
-        self.cached_tokens = 0  # tokens of the last turn that were read from the cache
-        self._request: int | None = None  # the request whose K and V are kept
+        self.cached_tokens = 0  # tokens of the last turn's prompt that were found in the prefix cache
 
     def ask(self, text: str) -> Generator[RequestOutput, None, None]:
         """Stream the answer to a message. Leaving the loop stops the answer; the text so far stays in the conversation.
@@ -43,7 +42,7 @@ class Conversation:
         else:
             ids = encode_chat(tokenizer, messages)
         answer, new = "", []
-        stream = self.llm.stream(ids, self.params, keep_cache=True, continues=self._request)
+        stream = self.llm.stream(ids, self.params)
         begun = False
         try:
             for output in stream:
@@ -52,7 +51,6 @@ class Conversation:
                     begun = True
                 answer += output.text
                 new += output.token_ids
-                self._request = output.request_id
                 yield output
         finally:
             stream.close()
@@ -61,7 +59,5 @@ class Conversation:
                 self.token_ids = ids + new
 
     def reset(self) -> None:
-        """Forget the conversation, and free its cache memory."""
-        if self._request is not None:
-            self.llm.release(self._request)
-        self.messages, self.token_ids, self.cached_tokens, self._request = [], [], 0, None
+        """Forget the conversation."""
+        self.messages, self.token_ids, self.cached_tokens = [], [], 0

@@ -76,15 +76,13 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         chat: bool | None = None,
-        keep_cache: bool = False,
-        continues: int | None = None,
+        cache_salt: str | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Yield one output per token: its text, and at the end the finish reason. Leaving the loop aborts the request.
 
-        keep_cache and continues are those of `add_request`.
+        cache_salt: see `lean.engine.engine.Engine.add`.
         """
-        ids = self._ids_of(prompt, chat)
-        request_id = self.engine.add(ids, params, collects=True, keep_cache=keep_cache, continues=continues)
+        request_id = self.engine.add(self._ids_of(prompt, chat), params, collects=True, cache_salt=cache_salt)
         try:
             yield from self._outputs(request_id)
         finally:
@@ -96,10 +94,11 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         chat: bool | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts: a text, or a list or generator of texts and token ids.
 
-        Returns whole outputs in the prompts' order, n for every prompt.
+        Returns whole outputs in the prompts' order, n for every prompt. ``cache_salt``: see `Engine.add`.
 
         A request whose numbers became non-finite ends with finish_reason "error" and the error's text.
         """
@@ -110,7 +109,8 @@ class LLM:
         outputs = []
         try:
             for prompt in batch:
-                request_ids.append(self.engine.add(self._ids_of(prompt, chat), params, collects=True))
+                ids = self._ids_of(prompt, chat)
+                request_ids.append(self.engine.add(ids, params, collects=True, cache_salt=cache_salt))
             for request_id in request_ids:
                 parts = [*self._outputs(request_id)]
                 for index in range(max(part.index for part in parts) + 1):
@@ -163,12 +163,12 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         keep_hidden: bool = False,
-        keep_cache: bool = False,
-        continues: int | None = None,
+        hidden_from: int = 0,
+        cache_salt: str | None = None,
     ) -> int:
         """Queue token ids for `step`; returns the request's id. See `lean.engine.engine.Engine.add`."""
         return self.engine.add(
-            prompt_token_ids, params, keep_hidden=keep_hidden, keep_cache=keep_cache, continues=continues
+            prompt_token_ids, params, keep_hidden=keep_hidden, hidden_from=hidden_from, cache_salt=cache_salt
         )
 
     def step(self) -> list[RequestOutput]:
@@ -180,9 +180,9 @@ class LLM:
         """End a request and free its blocks; see `lean.engine.engine.Engine.abort`. Any thread may call it."""
         self.engine.abort(request_id)
 
-    def release(self, request_id: int) -> None:
-        """Free the cache of a request that was added with keep_cache and has ended."""
-        self.engine.release(request_id)
+    def reset_prefix_cache(self) -> None:
+        """Forget what the cache holds of earlier requests; see `lean.engine.engine.Engine.reset_prefix_cache`."""
+        self.engine.reset_prefix_cache()
 
     @property
     def has_work(self) -> bool:

@@ -34,8 +34,9 @@ class Options:
         values: dict[str, Any] = {}
         for layer in layers:
             values |= layer
-        if isinstance(values.get("kv_memory"), str):
-            values["kv_memory"] = parse_size(values["kv_memory"])
+        for key in ("kv_memory", "prefix_tail_memory"):
+            if isinstance(values.get(key), str):
+                values[key] = parse_size(values[key])
         model = values.get("model")
         if not isinstance(model, str | None):
             raise ConfigError(f"model {one_line(model)} must be a name or a path")

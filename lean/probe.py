@@ -108,7 +108,7 @@ def _side(llm: LLM, config: EngineConfig, num_tokens: int) -> Parts:
     blocks = None if plan.bounded else blocks_for(num_tokens, config.block_size)
     config = replace(
         config, max_num_seqs=1, prefill_chunk=num_tokens, max_num_batched_tokens=None, max_model_len=num_tokens,
-        num_blocks=blocks, kv_memory=None,
+        num_blocks=blocks, kv_memory=None, prefix_tail_memory=0,
     )  # fmt: skip
     size = size_cache(plan, config, max(num_tokens, model.info.max_position_embeddings), 2**62)
     if size.nbytes > free_bytes(model.device):

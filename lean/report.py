@@ -48,7 +48,8 @@ def start_up_line(llm: "LLM") -> str:
     mode += ", compiled decode" if llm.config.compile else ""
     mode += f", CUDA graphs ({mib(llm.graph_bytes)})" if llm.cuda_graphs else ""
     working = llm.engine.parts.working_bytes
-    kept = f", {mib(working)} kept for steps" if working else ""
+    kept = f", {mib(size.num_tails * plan.tail_bytes)} of it for {size.num_tails} tails" if size.num_tails else ""
+    kept += f", {mib(working)} kept for steps" if working else ""
     formats = " and ".join(dict.fromkeys(pool.name for pool in plan.pools if not pool.exact))
     return (
         f"{info.source.name}: {str(info.dtype).removeprefix('torch.')} on {llm.model.device}{weights}; "
@@ -125,6 +126,7 @@ def answer_report(llm: "LLM", outputs: "list[RequestOutput]", times: list[float]
         "token_ids": first.token_ids,
         "finish_reason": first.finish_reason,
         "prompt_tokens": first.prompt_tokens,
+        "cached_tokens": first.cached_tokens,
         "completion_tokens": tokens,
         "kv": kv_report(llm),
         "timing": {
@@ -158,8 +160,9 @@ def closing_line(report: dict[str, Any]) -> str:
     """One line: tokens, speed and cache memory of an answer."""
     kv, timing = report["kv"], report["timing"]
     speed = f", then {timing['decode_tok_s']:.1f} tokens/s" if timing["decode_tok_s"] else ""
+    cached = f" ({report['cached_tokens']} from the prefix cache)" if report["cached_tokens"] else ""
     return (
-        f"{report['prompt_tokens']} prompt tokens, {report['completion_tokens']} new tokens "
+        f"{report['prompt_tokens']} prompt tokens{cached}, {report['completion_tokens']} new tokens "
         f"(finish reason: {report['finish_reason']}); first token after {timing['ttft_s']:.2f} s{speed}; "
         f"KV cache held {mib(kv['bytes_held'])} for {kv['tokens_held']} tokens "
         f"(in bf16, without blocks: {mib(kv['bytes_if_bf16'])})"

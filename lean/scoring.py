@@ -24,8 +24,14 @@ class TokenScores(NamedTuple):
     greedy: torch.Tensor
 
 
-def hidden_states_of(engine: Engine, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, torch.Tensor]]:
+def hidden_states_of(
+    engine: Engine, sequences: Sequence[Sequence[int]], first_rows: Sequence[int] | None = None
+) -> Iterator[tuple[int, int, torch.Tensor]]:
     """The last hidden states of sequences of token ids, which run together as far as they fit.
+
+    Args:
+        first_rows: for each sequence the position of the first row that is wanted; what comes before it may be read
+            from the prefix cache. None: all rows are wanted and computed.
 
     Yields:
         (index of the sequence, position of the first row, hidden [rows, hidden_size]); the rows of one sequence come
@@ -36,9 +42,10 @@ def hidden_states_of(engine: Engine, sequences: Sequence[Sequence[int]]) -> Iter
     """
     request_ids: list[int] = []
     try:
-        for sequence in sequences:
-            request_ids.append(engine.add(sequence, collects=True, keep_hidden=True))
-        waiting = {request_id: (index, 0) for index, request_id in enumerate(request_ids)}
+        first_rows = first_rows or [0] * len(sequences)
+        for sequence, first in zip(sequences, first_rows, strict=True):
+            request_ids.append(engine.add(sequence, collects=True, keep_hidden=True, hidden_from=first))
+        waiting = {request_id: (index, first) for index, (request_id, first) in enumerate(zip(request_ids, first_rows))}
         while waiting:
             for request_id, (index, position) in list(waiting.items()):
                 outputs, ended = engine.collect(request_id)

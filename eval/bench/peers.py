@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ class Lean:
     """lean itself, with ``rows`` sequences of the same prompt that share no blocks."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, rows: int = 1) -> None:
-        self.llm = LLM(model, config)
+        self.llm = LLM(model, replace(config, prefix_cache=False, prefix_tail_memory=None))
         self._rows = rows
         self._ids: list[int] = []
 

@@ -16,6 +16,7 @@ def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]
     """Score the ends of sequences through the cache, in batches.
 
     Sequences that differ in their last token only are run once: most answers of multiple-choice items are one token.
+    Contexts that begin alike are read from the prefix cache.
 
     Args:
         sequences: (token ids, number of tokens at the end to score: from 1 to all but the first).
@@ -39,13 +40,13 @@ def score_continuations(llm: LLM, sequences: Sequence[tuple[Sequence[int], int]]
     for start in range(0, len(prefixes), SEQUENCES_AT_ONCE):
         part = prefixes[start : start + SEQUENCES_AT_ONCE]
         inner: dict[int, list[TokenScores]] = {run: [] for run in range(len(part))}
-        for run, position, hidden in hidden_states_of(llm.engine, part):
+        # The rows that predict the first targets.
+        first = [len(prefix) - max(sequences[index][1] for index in families[prefix]) for prefix in part]
+        for run, position, rows in hidden_states_of(llm.engine, part, first):
             prefix, family = part[run], families[part[run]]
-            first = len(prefix) - max(sequences[index][1] for index in family)  # the row that predicts the first target
-            rows = hidden[max(0, first - position) :]
-            targets = prefix[max(first, position) + 1 : position + len(hidden) + 1]
+            targets = prefix[position + 1 : position + len(rows) + 1]
             inner[run].append(_scores(llm, rows[: len(targets)], targets))
-            if position + len(hidden) < len(prefix):
+            if position + len(rows) < len(prefix):
                 continue
             logprobs, greedy = (torch.cat(found) for found in zip(*inner.pop(run)))
             last = list(dict.fromkeys(sequences[index][0][-1] for index in family))

@@ -114,7 +114,7 @@ class _Setup:
 def _run(setup: _Setup, source: ModelSource, folder: SweepFolder, pending: Sequence[Cell]) -> None:
     grid, corpus, progress = setup.grid, setup.corpus, setup.progress
     progress.say("loading the model")
-    exact = LLM(source, replace(full_config(setup.base), max_num_seqs=1))
+    exact = LLM(source, replace(full_config(setup.base), max_num_seqs=1, prefix_cache=True))  # for `SpeedMeter`
     scored = prepare(exact, corpus, max_tokens=grid.max_tokens, bos=grid.bos)
     prompt = _speed_prompt(exact, corpus, grid)
     if grid.needle_lengths:

@@ -30,16 +30,15 @@ class Speed:
 
 
 class SpeedMeter:
-    """Keeps the exact engine's cache of a prompt, so that the prompt is computed once for all candidates."""
+    """Decodes after one prompt. The exact engine finds the prompt in its prefix cache from the second time on."""
 
     def __init__(self, exact: LLM, prompt: list[int]) -> None:
         self._exact = exact
         self._prompt = prompt
-        self._kept: int | None = None  # the request whose cache the next request continues
 
     def measure(self, candidate: LLM) -> Speed:
         """Decode with both. Raises EngineError for non-finite numbers."""
-        self._kept = self._begin(self._exact, self._kept)
+        self._begin(self._exact)
         self._begin(candidate)
         pairs = []
         for _ in range(STEPS + 1):
@@ -49,12 +48,11 @@ class SpeedMeter:
         low, ratio, high = statistics.quantiles([a / b for a, b in pairs], n=4)
         return Speed(1 / own, 1 / exact, ratio, low, high, len(self._prompt), STEPS)
 
-    def _begin(self, llm: LLM, kept: int | None = None) -> int:
+    def _begin(self, llm: LLM) -> None:
         """Compute the prompt and its first new token. The steps that remain are those to measure."""
-        request = llm.add_request(self._prompt, greedy(STEPS + 2), keep_cache=llm is self._exact, continues=kept)
+        llm.add_request(self._prompt, greedy(STEPS + 2))
         while not _step(llm):
             pass
-        return request
 
 
 def _step(llm: LLM) -> int:

@@ -113,6 +113,8 @@ def _changes(room: Room, config: EngineConfig, wanted: int | None) -> Iterator[d
         yield {"max_num_seqs": fewer, **longer}
     if fewer := _most(lambda count: fits(prefill_chunk=count, **longer), config.chunk_tokens - 1):
         yield {"prefill_chunk": fewer, **longer}
+    if config.prefix_tail_memory and fits(prefix_tail_memory=0, **longer):
+        yield {"prefix_tail_memory": 0, **longer}
     if fits(kv_residual_length=0, **longer):
         yield {"kv_residual_length": 0, **longer}
 

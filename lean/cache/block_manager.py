@@ -1,27 +1,19 @@
 """Which sequence owns which block: ids and counts only, no tensors.
 
-A pool keeps every token of a sequence. With a window it keeps only what a future query can see: the last ``window``
-tokens and the first ``num_sink_tokens``. Evicted blocks go back to the pool, and the table names the null block in
-their place, so that positions stay aligned.
+A pool keeps every token of a sequence. With a window it keeps the first ``num_sink_tokens``, and what a token at the
+last block boundary sees: so a sequence that begins alike can go on from there. Evicted blocks go back to the pool, and
+the table names the null block in their place, so that positions stay aligned.
 
-Sequences may share blocks after a fork. A shared block is copied before a sequence writes into it (copy on write).
+Sequences may share blocks, after a fork and through the prefix cache. A block that another sequence reads, or that is
+in the index, is copied before a sequence writes into it (copy on write).
 """
 
-import hashlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from lean.cache.block_pool import NULL_BLOCK, BlockPool
 from lean.kernels.layout import blocks_for, first_in_window
-
-NULL_BLOCK = 0
-
-
-def hash_block(parent: bytes | None, token_ids: Sequence[int], salt: str = "", group: int = 0) -> bytes:
-    """Content hash of a full block: its tokens, all tokens before it (through ``parent``), salt and cache group."""
-    text = f"{salt!r}|{group}|{','.join(map(str, token_ids))}".encode()
-    return hashlib.sha256((parent or bytes(32)) + text).digest()
 
 
 @dataclass(frozen=True)
@@ -36,51 +28,9 @@ class PoolRule:
     def bounded(self) -> bool:
         return self.window > 0
 
-
-class BlockPool:
-    """Blocks 1 .. num_blocks with reference counts. Block 0 is the null block and is never taken."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.refs = [0] * (num_blocks + 1)
-        self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))  # least recently used first
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free
-
-    def take(self) -> int:
-        """Take the least recently used free block; its hash is removed. Raises KeyError when no block is free."""
-        block, _ = self._free.popitem(last=False)
-        self.hashes[block] = None
-        self.refs[block] = 1
-        return block
-
-    def share(self, block: int) -> None:
-        """Add a reference to a block in use."""
-        if self.refs[block] < 1:
-            raise ValueError(f"block {block} is not in use")
-        self.refs[block] += 1
-
-    def drop(self, block: int) -> None:
-        """Remove a reference; a block without references is free."""
-        if self.refs[block] < 1:
-            raise ValueError(f"block {block} is not in use")
-        self.refs[block] -= 1
-        if self.refs[block] == 0:
-            self._free[block] = None
-
-    def check_integrity(self) -> None:
-        free = set(self._free)
-        assert NULL_BLOCK not in free, "the null block is in the free queue"
-        assert self.refs[NULL_BLOCK] == 0, "the null block is referenced"
-        for block in range(1, self.num_blocks + 1):
-            assert (self.refs[block] == 0) == (block in free), f"block {block}: {self.refs[block]} references"
+    def seen(self, num_tokens: int, block_size: int) -> tuple[int, int]:
+        """(sinks, first): a token after ``num_tokens`` sees blocks 0 .. sinks - 1, and those from ``first`` on."""
+        return blocks_for(self.num_sink_tokens, block_size), first_in_window(num_tokens, self.window) // block_size
 
 
 @dataclass(frozen=True)
@@ -112,7 +62,7 @@ class _Sequence:
 class BlockManager:
     """Block tables of all sequences over all pools; and the slot of each sequence's states, where layers keep states.
 
-    A slot is shared after a fork, and copied before one of the two writes, as a block is. States hold all tokens of a
+    A slot is shared and copied as a block is. States hold all tokens of a
     sequence at once, so no token can be taken back from them.
     """
 
@@ -132,21 +82,25 @@ class BlockManager:
     def _empty(self) -> _Sequence:
         return _Sequence([array("i") for _ in self.pools], 0, [0] * len(self.pools), [0] * len(self.pools))
 
-    def _tail_is_shared(self, seq: _Sequence, pool: int) -> bool:
+    def _last_is_shared(self, seq: _Sequence, pool: int) -> bool:
         """Whether the next token goes into a block that another sequence reads too."""
         return seq.num_tokens % self.block_size > 0 and self.pools[pool].refs[seq.tables[pool][-1]] > 1
 
-    def _needs_slot(self, seq: _Sequence) -> bool:
-        """Whether the sequence takes a slot before it writes: it has none, or another sequence reads it too."""
+    def _last_is_known(self, seq: _Sequence, pool: int) -> bool:
+        """Whether the next token goes into a block that has a hash."""
+        return seq.num_tokens % self.block_size > 0 and self.pools[pool].hashes[seq.tables[pool][-1]] is not None
+
+    def _slot_is_shared(self, seq: _Sequence) -> bool:
+        """Whether the sequence needs a slot before it writes: it has none, or another sequence reads it too."""
         return self.slots is not None and (seq.slot == NULL_BLOCK or self.slots.refs[seq.slot] > 1)
 
     def can_append(self, seq_id: int, num_tokens: int) -> bool:
         """Whether every pool has the blocks, and the states a slot, for ``num_tokens`` more tokens."""
         seq = self._sequences.get(seq_id) or self._empty()
-        if self.slots is not None and self.slots.num_free < self._needs_slot(seq):
+        if self.slots is not None and self.slots.num_free < self._slot_is_shared(seq):
             return False
         need = self.blocks_for(seq.num_tokens + num_tokens) - self.blocks_for(seq.num_tokens)
-        return all(pool.num_free >= need + self._tail_is_shared(seq, index) for index, pool in enumerate(self.pools))
+        return all(pool.num_free >= need + self._last_is_shared(seq, index) for index, pool in enumerate(self.pools))
 
     def append(self, seq_id: int, num_tokens: int) -> None:
         """Make room for ``num_tokens`` > 0 more tokens of a sequence, new or known.
@@ -158,19 +112,53 @@ class BlockManager:
         seq = self._sequences.get(seq_id)
         if seq is None:
             seq = self._sequences[seq_id] = self._empty()
-        if self.slots is not None and self._needs_slot(seq):
-            shared, seq.slot = seq.slot, self.slots.take()
-            if shared != NULL_BLOCK:
-                self.slots.drop(shared)
-                self.state_copies.append(StateCopy(shared, seq.slot))
+        if self.slots is not None:
+            self._own_slot(seq, self.slots)
+        need = self.blocks_for(seq.num_tokens + num_tokens) - self.blocks_for(seq.num_tokens)
         for index, (pool, table) in enumerate(zip(self.pools, seq.tables)):
-            if self._tail_is_shared(seq, index):
-                shared, table[-1] = table[-1], pool.take()
-                pool.drop(shared)
-                self.copies.append(BlockCopy(index, shared, table[-1]))
-            while len(table) < self.blocks_for(seq.num_tokens + num_tokens):
+            shared, known = self._last_is_shared(seq, index), self._last_is_known(seq, index)
+            if shared or (known and pool.num_free > need):
+                source, table[-1] = table[-1], pool.take()
+                pool.drop(source)
+                self.copies.append(BlockCopy(index, source, table[-1]))
+            elif known:  # no block is left for a copy, and nobody else reads this one
+                pool.forget(table[-1])
+            for _ in range(need):
                 table.append(pool.take())
         seq.num_tokens += num_tokens
+
+    def _own_slot(self, seq: _Sequence, slots: BlockPool) -> None:
+        """Give a sequence a slot of its own, without a hash, to write into."""
+        known = slots.hashes[seq.slot] is not None
+        if self._slot_is_shared(seq) or (known and slots.num_free):
+            source, seq.slot = seq.slot, slots.take()
+            if source != NULL_BLOCK:
+                slots.drop(source)
+                self.state_copies.append(StateCopy(source, seq.slot))
+        elif known:
+            slots.forget(seq.slot)
+
+    def adopt(self, seq_id: int, num_tokens: int, tables: Sequence[array], slot: int = NULL_BLOCK) -> None:
+        """A new sequence that begins with ``num_tokens`` > 0 tokens in full blocks that are in the index.
+
+        tables: per pool the blocks by position, the null block where a token after them sees none. slot: the states
+        after these tokens.
+        """
+        if seq_id in self._sequences:
+            raise ValueError(f"sequence {seq_id} exists")
+        first = [rule.seen(num_tokens, self.block_size)[1] for rule in self.rules]
+        evicted = [table.count(NULL_BLOCK) for table in tables]
+        self._sequences[seq_id] = _Sequence(list(tables), num_tokens, first, evicted, slot)
+        self._share(self._sequences[seq_id])
+
+    def _share(self, seq: _Sequence) -> None:
+        """Add a reference to everything that a sequence holds."""
+        if self.slots is not None and seq.slot != NULL_BLOCK:
+            self.slots.share(seq.slot)
+        for pool, table in zip(self.pools, seq.tables):
+            for block in table:
+                if block != NULL_BLOCK:
+                    pool.share(block)
 
     def fork(self, parent: int, child: int) -> None:
         """A new sequence with all tokens of another. It takes no blocks until one of the two writes."""
@@ -180,20 +168,15 @@ class BlockManager:
         self._sequences[child] = _Sequence(
             [table[:] for table in seq.tables], seq.num_tokens, list(seq.first_kept), list(seq.num_evicted), seq.slot
         )
-        if self.slots is not None and seq.slot != NULL_BLOCK:
-            self.slots.share(seq.slot)
-        for pool, table in zip(self.pools, seq.tables):
-            for block in table:
-                if block != NULL_BLOCK:
-                    pool.share(block)
+        self._share(self._sequences[child])
 
     def evict(self, seq_id: int) -> None:
-        """Free the blocks that no token after the last one can see."""
+        """Free the blocks that no token from the last block boundary on can see."""
         seq = self._sequences[seq_id]
+        boundary = seq.num_tokens // self.block_size * self.block_size
         for index, (rule, pool, table) in enumerate(zip(self.rules, self.pools, seq.tables)):
-            first = first_in_window(seq.num_tokens, rule.window) // self.block_size
-            start = max(seq.first_kept[index], self.blocks_for(rule.num_sink_tokens))
-            for block_index in range(start, first):
+            sinks, first = rule.seen(boundary, self.block_size)
+            for block_index in range(max(seq.first_kept[index], sinks), first):
                 pool.drop(table[block_index])
                 table[block_index] = NULL_BLOCK
                 seq.num_evicted[index] += 1
@@ -224,14 +207,17 @@ class BlockManager:
             seq.first_kept[index] = min(seq.first_kept[index], len(table))
 
     def free(self, seq_id: int) -> None:
-        """Free all blocks of a sequence; unknown sequences are ignored."""
+        """Free all blocks of a sequence, the last one first, so that beginnings are known longest.
+
+        Unknown sequences are ignored.
+        """
         seq = self._sequences.pop(seq_id, None)
         if seq is None:
             return
         if self.slots is not None and seq.slot != NULL_BLOCK:
             self.slots.drop(seq.slot)
         for pool, table in zip(self.pools, seq.tables):
-            for block in table:
+            for block in reversed(table):
                 if block != NULL_BLOCK:
                     pool.drop(block)
 

@@ -63,6 +63,12 @@ class PoolSpec:
             return blocks
         return min(blocks, blocks_for(self.num_sink_tokens, block_size) + _most_blocks_spanned(self.window, block_size))
 
+    def tail_blocks(self, block_size: int) -> int:
+        """The most blocks of a bounded pool that a hit of the prefix cache needs; 0 in an unbounded one."""
+        if not self.window:
+            return 0
+        return blocks_for(self.num_sink_tokens, block_size) + blocks_for(self.window - 1, block_size)
+
     @cached_property
     def name(self) -> str:
         k, v = self.layouts[0].k_format, self.layouts[0].v_format
@@ -109,6 +115,12 @@ class CachePlan:
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence, whatever its length."""
         return bytes_of(self.states)
+
+    @cached_property
+    def tail_bytes(self) -> int:
+        """Bytes of a tail: what a hit of the prefix cache needs beside the blocks of unbounded pools."""
+        blocks = sum(pool.tail_blocks(self.block_size) * pool.block_bytes for pool in self.pools)
+        return blocks + self.state_bytes
 
     @property
     def bounded(self) -> bool:

@@ -9,6 +9,8 @@ from lean.errors import ConfigError
 from lean.kernels.layout import blocks_for
 from lean.units import ENDLESS, mib
 
+MOST_TAILS = 64  # by default, however large the cache is
+
 
 class DoesNotFit(ConfigError):
     """The pools, or a sequence of the configured length in them, do not fit. The message ends without advice."""
@@ -23,7 +25,8 @@ class CacheSize:
         num_tokens: tokens that fit into the unbounded pools; where every pool is bounded, max_num_seqs x max_model_len.
         max_model_len: the longest sequence; at most ``model_max_len``, the longest that the model takes.
         nbytes: bytes of all pools, null blocks included, and of the states.
-        num_slots: sequences whose states fit; 0 where the model's layers keep none.
+        num_slots: sequences and tails whose states fit; 0 where the model's layers keep none.
+        num_tails: tails of the prefix cache for which bounded pools have blocks beside those of running sequences.
     """
 
     rules: tuple[PoolRule, ...]
@@ -32,6 +35,7 @@ class CacheSize:
     model_max_len: int
     nbytes: int
     num_slots: int = 0
+    num_tails: int = 0
 
 
 def size_cache(
@@ -39,8 +43,8 @@ def size_cache(
 ) -> CacheSize:
     """Give every pool its number of blocks.
 
-    Bounded pools and states get what ``max_num_seqs`` sequences can hold there at most. The unbounded pools share the
-    rest.
+    Bounded pools and states get what ``max_num_seqs`` sequences can hold there at most, and what some tails of the
+    prefix cache need. The unbounded pools share the rest.
 
     Args:
         model_max_len: longest sequence that the model takes without a window.
@@ -56,27 +60,44 @@ def size_cache(
     max_model_len = config.max_model_len or model_max_len
     if max_model_len > model_max_len:
         raise DoesNotFit(f"max-model-len {max_model_len} exceeds the {model_max_len} positions of this model")
-    size = plan.block_size
-    bounded = {i: _bounded_blocks(p, config, max_model_len) for i, p in enumerate(plan.pools) if p.window}
-    # One block more than usable in every pool: the null block.
-    num_slots = config.max_num_seqs if plan.states else 0
-    state_bytes = (num_slots + 1) * plan.state_bytes
-    bounded_bytes = state_bytes + sum((n + 1) * plan.pools[i].block_bytes for i, n in bounded.items())
+    size, needed = plan.block_size, blocks_for(max_model_len, plan.block_size)
     row_bytes = sum(pool.block_bytes for pool in plan.pools if not pool.window)
-    budget = _budget(config, int(free_bytes * share), free_bytes, bounded_bytes + 2 * row_bytes)
-    blocks = 0
     if not row_bytes and config.num_blocks is not None:
         raise ConfigError("--num-blocks has no effect: every layer has a window, so pool sizes are fixed. Remove it")
+    asked = _asked_tails(plan, config)
+    num_tails = asked or 0
+    bounded = {i: _bounded_blocks(pool, config, max_model_len) for i, pool in enumerate(plan.pools) if pool.window}
+    # One block more than usable in every pool: the null block. Likewise of states.
+    bounded_bytes = sum((n + 1) * plan.pools[i].block_bytes for i, n in bounded.items())
+    bounded_bytes += (config.max_num_seqs + 1) * plan.state_bytes + num_tails * plan.tail_bytes
+    budget = _budget(config, int(free_bytes * share), free_bytes, bounded_bytes + 2 * row_bytes)
+    blocks = _unbounded_blocks(config, budget, bounded_bytes, row_bytes, needed) if row_bytes else 0
+    if asked is None:
+        # Tails neither shorten the longest sequence nor make a cache too large that fits without them.
+        least = bounded_bytes + (min(blocks, max(needed, config.num_blocks or 0)) + 1) * row_bytes
+        most = free_bytes if config.num_blocks is not None else budget
+        kv_bytes = bounded_bytes + (blocks + 1) * row_bytes
+        num_tails = max(0, min(MOST_TAILS, kv_bytes // 8 // plan.tail_bytes, (most - least) // plan.tail_bytes))
+        bounded_bytes += num_tails * plan.tail_bytes
+        blocks = _unbounded_blocks(config, budget, bounded_bytes, row_bytes, needed) if row_bytes else 0
     if row_bytes:
-        blocks = _unbounded_blocks(config, budget, bounded_bytes, row_bytes, blocks_for(max_model_len, size))
-        _check_fit(config, blocks, blocks_for(max_model_len, size), bounded_bytes, row_bytes, budget, free_bytes)
+        _check_fit(config, blocks, needed, bounded_bytes, row_bytes, budget, free_bytes)
         max_model_len = min(max_model_len, blocks * size)
+    counts = {i: n + num_tails * plan.pools[i].tail_blocks(size) for i, n in bounded.items()}
     rules = tuple(
-        PoolRule(bounded.get(i, blocks), pool.window, pool.num_sink_tokens) for i, pool in enumerate(plan.pools)
+        PoolRule(counts.get(i, blocks), pool.window, pool.num_sink_tokens) for i, pool in enumerate(plan.pools)
     )
     tokens = blocks * size if row_bytes else config.max_num_seqs * max_model_len
-    nbytes = state_bytes + sum((rule.num_blocks + 1) * pool.block_bytes for rule, pool in zip(rules, plan.pools))
-    return CacheSize(rules, tokens, max_model_len, model_max_len, nbytes, num_slots)
+    nbytes = bounded_bytes + (blocks + 1) * row_bytes
+    num_slots = config.max_num_seqs + num_tails if plan.states else 0
+    return CacheSize(rules, tokens, max_model_len, model_max_len, nbytes, num_slots, num_tails)
+
+
+def _asked_tails(plan: CachePlan, config: EngineConfig) -> int | None:
+    """Tails that the configuration says; None where it leaves the number open."""
+    if not config.prefix_cache or not plan.tail_bytes:
+        return 0
+    return None if config.prefix_tail_memory is None else config.prefix_tail_memory // plan.tail_bytes
 
 
 def _budget(config: EngineConfig, usual: int, free_bytes: int, least: int) -> int:

@@ -1,10 +1,11 @@
 """What the cache holds at one moment, pool by pool."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lean.cache.block_manager import BlockManager
 from lean.cache.plan import CachePlan
+from lean.cache.prefix import PrefixCache, PrefixCounts
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class CacheUse:
 
     ``bytes_held`` counts the blocks in use, exact pools included, and the states. ``bytes_if_bf16`` is for the same
     tokens in bf16, without rounding to blocks, and the same states. ``state_bytes``: of the states alone.
+    ``bytes_cached``: of free blocks that the prefix cache knows. ``prefix``: its counts; None in a peak.
     """
 
     tokens_held: int
@@ -36,6 +38,8 @@ class CacheUse:
     bytes_if_bf16: int
     pools: list[PoolUse]
     state_bytes: int = 0
+    bytes_cached: int = 0
+    prefix: PrefixCounts | None = None
 
 
 class Occupancy(NamedTuple):
@@ -79,3 +83,11 @@ def cache_use(plan: CachePlan, manager: BlockManager, at: Occupancy) -> CacheUse
     bf16 = sum(use.tokens_held * spec.bytes_per_token_bf16 for use, spec in zip(pools, plan.pools) if not spec.exact)
     states = at.slots_used * plan.state_bytes
     return CacheUse(at.tokens_held, states + sum(pool.bytes_held for pool in pools), states + bf16, pools, states)
+
+
+def with_prefix(use: CacheUse, plan: CachePlan, manager: BlockManager, prefix: PrefixCache) -> CacheUse:
+    """The same with what the prefix cache holds now and has done."""
+    nbytes = sum(pool.num_cached * spec.block_bytes for spec, pool in zip(plan.pools, manager.pools))
+    if manager.slots is not None:
+        nbytes += manager.slots.num_cached * plan.state_bytes
+    return replace(use, bytes_cached=nbytes, prefix=prefix.counts())

@@ -58,7 +58,7 @@ def _options(context: typer.Context) -> "tuple[Options, list[str]]":
     for name in ("max_model_len", "max_num_seqs"):
         if context.params[name] != getattr(_DEFAULT, name):
             raise UserError(f"--{name.replace('_', '-')} has no effect: the benchmark sets it itself. Remove it.")
-    options = given_options(context, lambda _: {"max_num_seqs": 1})
+    options = given_options(context, lambda _: {"max_num_seqs": 1, "prefix_cache": False})
     return options, formats if len(formats) > 1 else [options.engine.kv_dtype]
 
 
@@ -275,6 +275,34 @@ def batch(
 
 @app.command()
 @engine_flags
+def prefix(
+    context: typer.Context,
+    model: ModelArgument = None,
+    kv_dtype: Formats = _DEFAULT.kv_dtype,
+    length: Annotated[
+        int, typer.Option("--context", help="Tokens of the prompt that is answered twice.", metavar="N")
+    ] = 4096,
+    requests: Annotated[
+        int, typer.Option(help="Number of requests with a common beginning of 2,000 tokens; 0: none.")
+    ] = 32,
+    json: Json = False,
+) -> None:
+    """What the prefix cache saves where prompts begin alike, and what it costs where they do not."""
+    options, names = _options(context)
+    if printed_config(context, options):
+        return
+    from lean.eval.bench.prefix import bench_prefix, room
+
+    for name, number, least in (("--context", length, options.engine.block_size + 1), ("--requests", requests, 0)):
+        if number < least:
+            raise UserError(f"{name} {number} must be at least {least}")
+    config = replace(options.engine, max_model_len=room(length))
+    llm = start_engine(replace(options, engine=config))
+    _show(bench_prefix(llm, names, length, requests), json, None, "")
+
+
+@app.command()
+@engine_flags
 def profile(
     context: typer.Context,
     model: ModelArgument = None,
@@ -282,7 +310,7 @@ def profile(
     json: Json = False,
 ) -> None:
     """Show how much time each part of a decode step takes."""
-    options = given_options(context, lambda _: {"max_num_seqs": 1})
+    options = given_options(context, lambda _: {"max_num_seqs": 1, "prefix_cache": False})
     if printed_config(context, options):
         return
     from lean.eval.bench.profile import PARTS, STEPS_IN_ALL, profile

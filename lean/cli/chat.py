@@ -126,13 +126,15 @@ def _print_answer(chat: Conversation, text: str, stats: dict[str, Any], console:
 def _describe(chat: Conversation, stats: dict[str, Any]) -> str:
     from lean.units import mib
 
-    use = chat.llm.stats()
+    use, peak = chat.llm.stats(), chat.llm.peak_use
     speed = f", {stats['tokens'] / stats['seconds']:.1f} tokens/s" if stats["seconds"] else ""
     limit = "" if chat.llm.plan.bounded else f" of {chat.llm.size.max_model_len:,}"
+    found = f"{use.prefix.tokens_found:,} of {use.prefix.tokens_asked:,}" if use.prefix else "none"
     return (
         f"{stats['turns']} turns, {len(chat.token_ids):,} tokens{limit}, {chat.cached_tokens:,} of them reused in the "
-        f"last turn; {stats['tokens']:,} tokens generated{speed}; KV cache holds {mib(use.bytes_held)} "
-        f"(in bf16, without blocks: {mib(use.bytes_if_bf16)})"
+        f"last turn; {stats['tokens']:,} tokens generated{speed}; KV cache held {mib(peak.bytes_held)} at most "
+        f"(in bf16, without blocks: {mib(peak.bytes_if_bf16)}); prefix cache holds {mib(use.bytes_cached)} and gave "
+        f"{found} prompt tokens"
     )
 
 

@@ -139,6 +139,23 @@ def _cache_flags(
             metavar="SIZE",
         ),
     ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Begin a prompt with the cached K and V of an earlier prompt or answer that begins alike.",
+            show_default="on; off where speed or accuracy is measured",
+        ),
+    ] = _DEFAULT.prefix_cache,
+    prefix_tail_memory: Annotated[
+        str | None,
+        option(
+            "Part of the KV memory that keeps the ends of prefixes where layers have a window or a residual, e.g. "
+            "64MiB. Without it fewer prefixes are found again.",
+            "1/8 of the KV memory, at most 64 ends, and no more than the longest sequence leaves; none for one prompt",
+            metavar="SIZE",
+        ),
+    ] = None,
     block_size: Annotated[
         int, typer.Option(help=f"Number of tokens per cache block: {', '.join(map(str, BLOCK_SIZES))}.")
     ] = _DEFAULT.block_size,

@@ -51,9 +51,9 @@ def read_corpus(text: Path | None, corpus: str | None) -> "Corpus":
     return load_text(text) if text is not None else load_corpus(corpus or "python-docs")
 
 
-def read_options(context: typer.Context, sequences: int = 1) -> "Options":
-    """The options of an evaluation. ``sequences``: the default of max_num_seqs."""
-    return given_options(context, lambda _: {"max_num_seqs": sequences})
+def read_options(context: typer.Context, sequences: int = 1, prefix_cache: bool = True) -> "Options":
+    """The options of an evaluation. ``sequences``, ``prefix_cache``: the defaults of max_num_seqs and prefix_cache."""
+    return given_options(context, lambda _: {"max_num_seqs": sequences, "prefix_cache": prefix_cache})
 
 
 def start_engine(options: "Options") -> "LLM":

@@ -61,7 +61,7 @@ def ppl(
     json: Json = False,
 ) -> None:
     """Perplexity of a text."""
-    options = read_options(context)
+    options = read_options(context, prefix_cache=False)
     if printed_config(context, options):
         return
     from lean.eval.score.perplexity import Interrupted, perplexity, prepare
@@ -146,7 +146,7 @@ def kld(
     json: Json = False,
 ) -> None:
     """Kullback-Leibler divergence (KLD) of predictions with this cache from those with an unquantized, full cache."""
-    options = read_options(context)
+    options = read_options(context, prefix_cache=False)
     if printed_config(context, options):
         return
     if greedy < 0 or greedy_tokens < 1:

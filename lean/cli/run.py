@@ -104,7 +104,8 @@ def _options(context: typer.Context, talking: bool, batch: bool) -> "Options":
 
     def usual(given: dict[str, Any]) -> dict[str, Any]:
         length: dict[str, Any] = {"max_tokens": DEFAULT_CHAT_MAX_TOKENS} if talking else {}
-        return length if batch else {**length, "max_num_seqs": max(1, given.get("n", 1))}
+        once = {} if talking else {"prefix_tail_memory": 0}  # no later prompt would use it
+        return length if batch else {**length, **once, "max_num_seqs": max(1, given.get("n", 1))}
 
     options = given_options(context, usual)
     if options.sampling.n > options.engine.max_num_seqs:
@@ -203,9 +204,11 @@ def _answer_file(name: str, prompts: Path, out: Path, options: "Options", chat: 
     llm = _load(name, _resolve(name, options), options, no_probe, chat)
     summary = run_batch(llm, rows, out, options.sampling, chat, stderr)
     speed = f", {summary.tokens / summary.seconds:.1f} tokens/s" if summary.tokens else ""
+    counts = llm.stats().prefix
+    found = f"; {counts.tokens_found:,} prompt tokens from the prefix cache" if counts and counts.tokens_found else ""
     stderr.print(
         f"{summary.done} rows answered into {out}, {summary.skipped} were already there, {summary.failed} failed; "
-        f"{summary.tokens:,} tokens in {summary.seconds:.1f} s{speed}; {llm.num_preemptions} preemptions"
+        f"{summary.tokens:,} tokens in {summary.seconds:.1f} s{speed}; {llm.num_preemptions} preemptions{found}"
     )
     if summary.failed:
         raise UserError(f'{summary.failed} rows could not be answered: see "error" in their lines in {out}')

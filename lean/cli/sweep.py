@@ -68,7 +68,9 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Measure memory, accuracy and speed of many cache configurations of one model, and recommend one."""
-    options = given_options(context, lambda given: {} if needle or tasks else {"max_num_seqs": 1})
+    options = given_options(
+        context, lambda _: {"prefix_cache": False} | ({} if needle or tasks else {"max_num_seqs": 1})
+    )
     if printed_config(context, options):
         return
     _refuse_varied(options.engine)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from lean.cache.block_manager import NULL_BLOCK
+from lean.cache.block_pool import NULL_BLOCK
 from lean.cache.states import StateSlots
 from lean.cache.tables import block_table, slots
 from lean.kernels.layout import blocks_for

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lean.cache.advice import what_fits
-from lean.cache.usage import CacheUse, cache_use, occupancy
+from lean.cache.usage import CacheUse, cache_use, occupancy, with_prefix
 from lean.device import free_bytes
 from lean.engine.assemble import room
 from lean.engine.mailbox import Mailbox
@@ -60,8 +60,8 @@ class Engine:
         *,
         collects: bool = False,
         keep_hidden: bool = False,
-        keep_cache: bool = False,
-        continues: int | None = None,
+        hidden_from: int = 0,
+        cache_salt: str | None = None,
     ) -> int:
         """Queue token ids; returns the request's id. Waits for a step that is running in another thread.
 
@@ -69,11 +69,11 @@ class Engine:
             prompt_token_ids: integers, see `lean.engine.request.read_token_ids`.
             collects: the caller fetches the outputs with `collect`, and calls `forget` at the end. False: they go to
                 `step_outputs`.
-            keep_hidden: for scoring: sample nothing, return the last hidden state of every token.
-            keep_cache: keep the K/V in the cache after the end, until `release` or until their memory is needed, for
-                a request that continues this one.
-            continues: the id of such a request; the common beginning is not computed again. A model with states
-                computes all again unless the new prompt begins with every token in the cache.
+            keep_hidden: for scoring: sample nothing, return the last hidden states of the tokens.
+            hidden_from: with keep_hidden: the first token whose hidden state is returned. Tokens before it may be read
+                from the prefix cache. 0: all are computed.
+            cache_salt: the request shares K/V in the prefix cache only with requests of the same salt; None: with those
+                that have none.
 
         Raises:
             RequestError: the request can never be served.
@@ -84,14 +84,18 @@ class Engine:
             raise RequestError(f"token id {max(ids)} is padding of the vocabulary and has no log-probability")
         if params.n > self.config.max_num_seqs:
             raise RequestError(f"n {params.n} exceeds max-num-seqs {self.config.max_num_seqs}: raise --max-num-seqs")
-        if (keep_cache or keep_hidden) and params.n > 1:
-            raise RequestError(f"n {params.n}: only one sequence can be scored, or kept to be continued")
+        if keep_hidden and params.n > 1:
+            raise RequestError(f"n {params.n}: only one sequence can be scored")
+        if hidden_from and not (keep_hidden and 0 < hidden_from < len(ids)):
+            raise RequestError(f"hidden_from {hidden_from} must be the position of a token of a prompt to score")
+        if not isinstance(cache_salt, str | None):
+            raise RequestError(f"cache_salt must be a text, not {type(cache_salt).__name__}")
         with self._exclusive():
             seq_ids = [next(self._seq_ids) for _ in range(params.n)]
             family = _sequences(seq_ids, ids, params, None if keep_hidden else self.model.tokenizer)
             first = family[0]
             first.siblings = family[1:]
-            first.keep_cache, first.continues = keep_cache, continues
+            first.num_hidden, first.cache_salt = hidden_from, cache_salt
             try:
                 self.scheduler.add(first)
             except PromptTooLong as error:
@@ -167,12 +171,13 @@ class Engine:
             self._end(request, "error", error)
 
     def _emit_hidden(self, chunk: Chunk, rows: torch.Tensor) -> None:
-        """Deliver the rows of a scoring request. A preempted request computes rows again that its caller has."""
+        """Deliver the rows of a scoring request that its caller wants and does not have yet."""
         request = chunk.request
         new = rows[max(0, request.num_hidden - chunk.start) :]
         request.num_hidden += len(new)
         reason: FinishReason | None = "length" if chunk.completes else None
-        self._emit(request, replace(tokenless_output(request, reason), hidden=new))
+        if len(new):
+            self._emit(request, replace(tokenless_output(request, reason), hidden=new))
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         self._emit(request, tokenless_output(request, reason, error))
@@ -216,10 +221,10 @@ class Engine:
         self._to_abort.append(request_id)
         self._abort_if_free()
 
-    def release(self, request_id: int) -> None:
-        """Free the cache of a request that was added with keep_cache and has ended."""
+    def reset_prefix_cache(self) -> None:
+        """Forget what the blocks of the cache hold: no later request begins with what was computed until now."""
         with self._exclusive():
-            self.scheduler.release(request_id)
+            self.scheduler.prefix.reset()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -251,13 +256,15 @@ class Engine:
 
     def stats(self) -> CacheUse:
         """What the cache holds now."""
-        return cache_use(self.parts.plan, self.manager, occupancy(self.manager))
+        use = cache_use(self.parts.plan, self.manager, occupancy(self.manager))
+        return with_prefix(use, self.parts.plan, self.manager, self.scheduler.prefix)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless requests, scheduler and blocks agree with each other.
 
-        Every block is free or named by the tables as often as it is referenced, and only sequences that run or are kept
-        hold blocks. So all blocks of an idle engine without kept sequences are free. Not while another thread forgets.
+        Every block is free or named by the tables as often as it is referenced, only sequences that run hold blocks,
+        and the index names the blocks that have a hash. So all blocks of an idle engine are free. Not while another
+        thread forgets.
         """
         with self._exclusive():
             self.manager.check_integrity()

@@ -40,7 +40,7 @@ def next_output(request: Request, sample: Sample, eos_token_ids: Collection[int]
         len(request.prompt_token_ids),
         reason,
         index=request.index,
-        cached_tokens=request.num_cached_tokens,
+        cached_tokens=request.num_cached_tokens or 0,
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs if first else None,
     )
@@ -52,7 +52,8 @@ def tokenless_output(request: Request, reason: FinishReason | None, error: str |
     if request.detokenizer is not None:
         text = request.stop_strings.add(request.detokenizer.finish()) + request.stop_strings.finish()
     prompt = len(request.prompt_token_ids)
-    return RequestOutput(request.request_id, text, [], prompt, reason, error, request.index)
+    cached = request.num_cached_tokens or 0
+    return RequestOutput(request.request_id, text, [], prompt, reason, error, request.index, cached)
 
 
 def joined(parts: list[RequestOutput]) -> RequestOutput:

@@ -16,6 +16,7 @@ from lean.text.detokenizer import Detokenizer
 from lean.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
+    from lean.cache.prefix import Chain
     from lean.engine.logprobs import TokenLogprob
     from lean.engine.sampler import Sampler
 
@@ -57,12 +58,13 @@ class Request:
         seq_id: the id of this sequence, in order of arrival.
         request_id: the id that the caller knows; ``index`` counts the n sequences of one request.
         sampler, detokenizer, stop_strings: make tokens and text; None for a scoring request.
-        keep_hidden: for scoring: return the last hidden state of every row, sample nothing.
+        keep_hidden: for scoring: return the last hidden states of the rows, sample nothing.
+        num_hidden: rows that need not be delivered, or have been. A preempted request does not deliver them again.
         siblings: the other sequences of the request; they start as forks when the prompt has been computed.
-        keep_cache: keep the K/V in the cache after the end, for a request that continues this one.
-        continues: id of the kept sequence whose K/V this one may reuse.
+        cache_salt: only requests with the same salt share K/V; None: those without one.
+        chain: the hashes of the sequence's blocks. branch: where a tail should be kept, see `lean.cache.prefix`.
         num_computed_tokens: tokens whose K/V are in the cache.
-        num_cached_tokens: how many of these were in the cache before the request came.
+        num_cached_tokens: how many of these were found in the cache when the request first ran; None before.
         prompt_logprobs: of the prompt's tokens so far, None for the first; empty where not requested.
     """
 
@@ -76,12 +78,13 @@ class Request:
     stop_strings: StopStrings = field(default_factory=lambda: StopStrings(()))
     keep_hidden: bool = False
     siblings: list[Request] = field(default_factory=list)
-    keep_cache: bool = False
-    continues: int | None = None
+    cache_salt: str | None = None
+    chain: Chain | None = None
+    branch: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_hidden: int = 0  # rows delivered so far; a preempted request computes them again
+    num_cached_tokens: int | None = None
+    num_hidden: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -94,6 +97,15 @@ class Request:
     def max_num_tokens(self) -> int:
         """The most tokens that this request can write into the cache. The last drawn token is never written."""
         return len(self.prompt_token_ids) + (0 if self.keep_hidden else self.params.max_tokens - 1)
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """How many leading tokens may be read from the cache: rows that are still wanted must be computed."""
+        if self.keep_hidden:
+            return min(self.num_hidden, self.num_tokens - 1)
+        if self.params.prompt_logprobs is not None:
+            return max(0, len(self.prompt_logprobs) - 1)
+        return self.num_tokens - 1
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at positions start .. end - 1 of prompt and output together."""
@@ -112,7 +124,7 @@ class RequestOutput:
 
     Attributes:
         index: index of the sequence, 0 .. n - 1.
-        cached_tokens: prompt tokens whose K/V were reused from an earlier request.
+        cached_tokens: prompt tokens whose K/V were found in the prefix cache.
         logprobs: one per token id; None where not requested.
         prompt_logprobs: one per prompt token (None for the first token), in a sequence's first output; else None.
         hidden: new last hidden states [rows, hidden_size] of a scoring request; else None.

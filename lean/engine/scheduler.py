@@ -1,9 +1,8 @@
 """Which tokens run in the next step: first come, first served; prompts in chunks, decodes beside them.
 
-Requests run and wait in order of arrival. When a pool has no free block, sequences that are kept for a next turn are
-released first. Then the youngest running request is preempted: its blocks are freed, and it waits before all others
-until its tokens can be computed again. The oldest request is never preempted, and one request alone always fits. So
-every request ends.
+Requests run and wait in order of arrival. A request begins with the longest prefix that the prefix cache has of it.
+When a pool has no free block, the youngest running request is preempted: its blocks are freed, and it waits before all
+others to begin again. The oldest request is never preempted, and one request alone always fits. So every request ends.
 """
 
 from collections import deque
@@ -11,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lean.cache.block_manager import BlockManager
+from lean.cache.prefix import Chain, Hit, PrefixCache
 from lean.cache.size import CacheSize
 from lean.config import EngineConfig
 from lean.engine.request import FinishReason, Request
@@ -48,24 +48,19 @@ class Chunk:
         return self.request.tokens(self.start, self.end)
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Number of equal leading elements."""
-    shorter = min(len(a), len(b))
-    if a[:shorter] == b[:shorter]:
-        return shorter
-    return next(index for index in range(shorter) if a[index] != b[index])
-
-
 class Scheduler:
-    """Decides which requests run, and moves them from waiting to running to finished."""
+    """Decides which requests run, and moves them from waiting to running to finished.
+
+    ``prefix``: knows which blocks hold what. All sequences register there what they have computed.
+    """
 
     def __init__(self, config: EngineConfig, manager: BlockManager, size: CacheSize) -> None:
         self._config = config
         self._manager = manager
         self._size = size
+        self.prefix = PrefixCache(manager, config.prefix_cache)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.kept: dict[int, list[int]] = {}  # finished sequences in the cache -> their tokens; oldest first
         self.num_preemptions = 0
 
     @property
@@ -98,10 +93,20 @@ class Scheduler:
                 )
         self.waiting.append(request)
 
-    def _fits(self, request: Request) -> bool:
+    def _find(self, request: Request) -> Hit:
+        """The longest prefix of a request, which holds no blocks, that is in the cache."""
+        return self.prefix.find(self._chain(request), request.tokens, request.most_cached_tokens)
+
+    def _chain(self, request: Request) -> Chain:
+        if request.chain is None:
+            request.chain = Chain(request.cache_salt, self._manager.block_size)
+        return request.chain
+
+    def _fits(self, request: Request, hit: Hit) -> bool:
         """Whether all known tokens of a waiting request fit beside those of the running requests.
 
-        Each request that can still grow counts one block more: else it would often be preempted at once.
+        Each request that can still grow counts one block more: else it would often be preempted at once. Of the blocks
+        of a hit those that are free count as those that are new do.
         """
         if self._unbounded is None or not self.running:
             return True
@@ -113,26 +118,8 @@ class Scheduler:
             return min(known + 1, max(known, most)) - blocks_for(held)
 
         still = sum(soon(r, num_tokens(r.seq_id)) for r in self.running)
-        need = soon(request, self._reusable(request))
-        free = self._manager.pools[self._unbounded].num_free
-        for seq_id in self.kept:
-            if seq_id != request.continues:
-                free += blocks_for(num_tokens(seq_id))
-        return still + need <= free
-
-    def _reusable(self, request: Request) -> int:
-        """Number of leading tokens that the continued sequence has in the cache; at least one is left to compute.
-
-        0 where every row of the prompt must be computed, and where states hold more than these tokens.
-        """
-        tokens = self.kept.get(request.continues) if request.continues is not None else None
-        if tokens is None or request.continues is None:
-            return 0
-        if request.keep_hidden or request.params.prompt_logprobs is not None:
-            return 0
-        held = self._manager.num_tokens(request.continues)
-        known = min(common_prefix(tokens, request.tokens(0, request.num_tokens)), held, request.num_tokens - 1)
-        return known if self._manager.slots is None or known == held else 0
+        need = soon(request, hit.num_tokens) + self.prefix.revives(self._chain(request), hit)
+        return still + need <= self._manager.pools[self._unbounded].num_free
 
     def _admit_one(self) -> bool:
         """Move the first waiting request to the running ones, if there is room."""
@@ -140,18 +127,21 @@ class Scheduler:
         if not self.waiting or slots + 1 + len(self.waiting[0].siblings) > self._config.max_num_seqs:
             return False
         request = self.waiting[0]
-        if not self._fits(request):
+        hit = self._find(request)
+        if not self._fits(request, hit):
             return False
         self.running.append(self.waiting.popleft())
-        reusable = self._reusable(request)
-        if request.continues is None:
-            return True
-        if reusable:
-            self._manager.fork(request.continues, request.seq_id)
-            request.num_computed_tokens = request.num_cached_tokens = reusable
-            self._resume_at(request, reusable)
-        self.release(request.continues)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = hit.num_tokens
+            if request.most_cached_tokens:
+                self.prefix.count(request.num_tokens, hit)
+        self._begin(request, hit)
         return True
+
+    def _begin(self, request: Request, hit: Hit) -> None:
+        """Let a request that holds no blocks begin with what was found."""
+        self.prefix.begin(request.seq_id, self._chain(request), hit)
+        request.num_computed_tokens, request.branch = hit.num_tokens, hit.branch
 
     # --- the step ---
 
@@ -169,6 +159,7 @@ class Scheduler:
             self._resume_at(request, start)
             start = request.num_computed_tokens
             end = min(request.num_tokens, start + min(self._config.chunk_tokens, budget))
+            end = self._end_for_states(request, start, end)
             if not self._make_room(request, end - start):
                 break
             self._manager.append(request.seq_id, end - start)
@@ -176,8 +167,14 @@ class Scheduler:
             budget -= end - start
         return chunks
 
+    def _end_for_states(self, request: Request, start: int, end: int) -> int:
+        """Where a chunk ends so that its states can be kept with a tail: states are known after whole chunks only."""
+        if self._size.num_slots <= self._config.max_num_seqs or not self.prefix.enabled:
+            return end
+        return min((at for at in (request.branch, self._last_boundary(request)) if start < at < end), default=end)
+
     def _resume_at(self, request: Request, start: int) -> None:
-        """Let a request go on at token ``start``, or from the beginning where tokens in its sight have been evicted."""
+        """Let a request go on at token ``start``, or begin again where tokens in its sight have been evicted."""
         if self._manager.num_tokens(request.seq_id) == start:
             return
         try:
@@ -185,14 +182,11 @@ class Scheduler:
             request.num_computed_tokens = start
         except ValueError:
             self._manager.free(request.seq_id)
-            request.num_computed_tokens = request.num_cached_tokens = 0
+            self._begin(request, self._find(request))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Free blocks until the request can go on; False where the request itself was preempted."""
         while not self._manager.can_append(request.seq_id, num_tokens):
-            if self.kept:
-                self.release(next(iter(self.kept)))
-                continue
             victim = self.running[-1]
             if victim is self.running[0]:
                 raise EngineError(f"request {request.seq_id} does not fit into an empty cache")
@@ -202,9 +196,12 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Free all blocks of the youngest running request. It waits before all others to start again."""
-        self._manager.free(request.seq_id)
-        request.num_computed_tokens = request.num_cached_tokens = 0
+        """Free all blocks of the youngest running request. It waits before all others to begin again.
+
+        What it has computed stays in the index until its blocks are taken.
+        """
+        self._leave(request)
+        request.num_computed_tokens = 0
         self.running.remove(request)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
@@ -218,9 +215,32 @@ class Scheduler:
             self._resume_at(chunk.request, chunk.start)
 
     def advance(self, chunk: Chunk) -> None:
-        """The chunk has been computed: count it, and free the blocks that no later token can see."""
-        chunk.request.num_computed_tokens = chunk.end
-        self._manager.evict(chunk.request.seq_id)
+        """The chunk has been computed: count it, register its blocks, and free those that no later token can see.
+
+        Only a chunk that fills a block changes anything. Tails of prefixes that end in it are kept before the eviction,
+        while their blocks are there.
+        """
+        request, size = chunk.request, self._manager.block_size
+        request.num_computed_tokens = chunk.end
+        if chunk.start // size == chunk.end // size:
+            return
+        chain = self._chain(request)
+        self.prefix.register(request.seq_id, chain, request.tokens, chunk.start, chunk.end)
+        for end in {self._last_boundary(request), request.branch}:
+            if chunk.start < end <= chunk.end:
+                self.prefix.keep_tail(request.seq_id, chain, end)
+        self._manager.evict(request.seq_id)
+
+    def _last_boundary(self, request: Request) -> int:
+        """The longest prefix of a prompt, in full blocks, that another request with this prompt can begin with."""
+        size = self._manager.block_size
+        return (len(request.prompt_token_ids) - 1) // size * size
+
+    def _leave(self, request: Request) -> None:
+        """Free the blocks of a request; where it has come to is where another one may go on."""
+        if request.num_computed_tokens:
+            self.prefix.keep_tail(request.seq_id, self._chain(request), request.num_computed_tokens)
+        self._manager.free(request.seq_id)
 
     def fork(self, request: Request) -> list[Request]:
         """Let the siblings of a request run once its prompt has been computed; returns it and its siblings."""
@@ -230,6 +250,7 @@ class Scheduler:
             self._manager.fork(request.seq_id, sibling.seq_id)
             sibling.num_computed_tokens = request.num_computed_tokens
             sibling.num_cached_tokens = request.num_cached_tokens
+            sibling.chain = self._chain(request).copy()
             sibling.prompt_logprobs = list(request.prompt_logprobs)
         place = self.running.index(request) + 1
         self.running[place:place] = family[1:]
@@ -238,25 +259,20 @@ class Scheduler:
     # --- the end ---
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """Remove a running or waiting request, and free its blocks unless they are kept for a next request."""
+        """Remove a running or waiting request, and free its blocks."""
         request.finish_reason, request.error = reason, error
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        if request.keep_cache and reason != "error" and self._manager.num_tokens(request.seq_id):
-            self.kept[request.seq_id] = request.tokens(0, request.num_tokens)
-        else:
+        if reason == "error":
             self._manager.free(request.seq_id)
+        else:
+            self._leave(request)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every sequence is in one place, and only running and kept ones hold blocks."""
+        """Raise AssertionError unless every sequence is in one place, and only running ones hold blocks."""
         running, waiting = ([request.seq_id for request in queue] for queue in (self.running, self.waiting))
-        everyone = [*running, *waiting, *self.kept]
+        everyone = [*running, *waiting]
         assert len(set(everyone)) == len(everyone), "a sequence is in two places"
-        assert self._manager.seq_ids <= {*running, *self.kept}, "a sequence that neither runs nor is kept holds blocks"
-
-    def release(self, seq_id: int) -> None:
-        """Free a kept sequence; unknown ones are ignored."""
-        if self.kept.pop(seq_id, None) is not None:
-            self._manager.free(seq_id)
+        assert self._manager.seq_ids <= set(running), "a sequence that does not run holds blocks"

@@ -118,7 +118,7 @@ class _Trial:
         self._width = blocks_for(min(_limit(model, config, plan), FIRST_REACH), size)
         needed = max(config.max_num_seqs, sum(blocks_for(length, size) for length in prompt))
         blocks = None if plan.bounded else needed
-        config = replace(config, max_model_len=longest, kv_memory=None, num_blocks=blocks)
+        config = replace(config, max_model_len=longest, kv_memory=None, num_blocks=blocks, prefix_tail_memory=0)
         sizes = size_cache(plan, config, max(longest, model.info.max_position_embeddings), 2**62)
         self._parts = bind(model, config, plan, sizes, kernel_name)
         try_layers(self._parts.runner, self._parts.manager)

@@ -192,6 +192,34 @@ def test_bounded_pools_do_not_grow_with_the_length_of_the_model():
     assert short.rules == long.rules
 
 
+@pytest.mark.parametrize("layers", [SMOLLM2, GEMMA, GEMMA[:5]], ids=["full", "mixed", "sliding"])
+def test_tails_get_an_eighth_of_the_cache_at_most_and_their_blocks_in_bounded_pools(layers):
+    p = plan(layers)
+    # R 64 and S 4 in blocks of 32 are 3 blocks; a window of 512 is 16.
+    assert [pool.tail_blocks(32) for pool in p.pools] == [3 if x.exact else 16 if x.window else 0 for x in p.pools]
+    for memory in (150 * MIB, 600 * MIB, 10**11):
+        with_tails, without = (size(layers, kv_memory=memory, free=memory, prefix_cache=on) for on in (True, False))
+        assert without.num_tails == 0 < with_tails.num_tails <= 64
+        assert with_tails.num_tails * p.tail_bytes <= memory // 8
+        assert with_tails.nbytes <= memory
+        for pool, a, b in zip(p.pools, with_tails.rules, without.rules):
+            if pool.window:
+                assert a.num_blocks - b.num_blocks == with_tails.num_tails * pool.tail_blocks(32)
+    assert size(layers, prefix_tail_memory=10 * p.tail_bytes, free=10**11).num_tails == 10
+    assert size(layers, prefix_tail_memory=0, free=10**11).num_tails == 0
+
+
+def test_tails_do_not_shorten_the_longest_sequence():
+    for memory in range(30, 130, 7):
+        config = {"kv_memory": memory * MIB, "max_num_seqs": 1}
+        on, off = (size(prefix_cache=on, **config).max_model_len for on in (True, False))
+        assert on == off
+    assert (
+        size(kv_memory=60 * MIB, max_num_seqs=1, prefix_tail_memory=20 * MIB).max_model_len
+        < size(kv_memory=60 * MIB, max_num_seqs=1).max_model_len
+    )
+
+
 LAYERS = st.lists(st.sampled_from([0, 1, 7, 8, 9, 31, 33, 70]), min_size=1, max_size=3)
 
 

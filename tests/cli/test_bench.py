@@ -121,6 +121,19 @@ def test_batch_compares_tokens_per_second(folder):
     assert row["ratio"] == pytest.approx(3 * row["peer_ms"] / row["median_ms"], rel=1e-3)
 
 
+def test_prefix_compares_prompts_that_are_in_the_cache_with_those_that_are_not(folder, monkeypatch):
+    monkeypatch.setattr("lean.eval.bench.prefix.COMMON", 64)
+    found = rows("bench", "prefix", folder, "--context", "70", "--requests", "3")
+    peers = {row["name"]: (row["context"], row["peer"]) for row in found}
+    assert peers == {
+        "prompt again": (70, "first time"),
+        "3 requests that begin alike": (64 + 50, "no prefix cache"),
+        "no common beginning": (256, "no prefix cache"),
+    }
+    assert all(row["ratio"] == pytest.approx(row["peer_ms"] / row["median_ms"], rel=1e-3) for row in found)
+    assert "--context" in refused("bench", "prefix", folder, "--context", "20", "--requests", "0")
+
+
 def test_profile_accounts_for_the_whole_step(folder):
     report = json.loads(lean("bench", "profile", folder, "--context", "40", "--json"))
     parts = report["contexts"]["40"]

@@ -12,6 +12,7 @@ RUN = ("--max-tokens", "6", "--ignore-eos")
 KV_KEYS = {"format_k", "format_v", "residual", "sinks", "block_size", "bytes_per_token", "tokens_held"}
 KV_KEYS |= {"bytes_held", "bytes_if_bf16", "state_bytes", "pools"}
 KEYS = {"text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "kv", "timing", "kernels"}
+KEYS |= {"cached_tokens"}
 
 
 @pytest.mark.parametrize("text", ["hello", "é\n 😀"])

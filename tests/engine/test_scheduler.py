@@ -17,7 +17,7 @@ SMALL_POOL = {"block_size": 16, "num_blocks": 8, "kv_residual_length": 0}
 
 
 class Course:
-    """A scheduler and the requests on it; an answer is as long as max_tokens allows."""
+    """A scheduler and the requests on it, which share no tokens; an answer is as long as max_tokens allows."""
 
     def __init__(self, model_length: int = 1000, window: int = 0, **config) -> None:
         self.config = EngineConfig(**{"block_size": 16, "kv_residual_length": 0, **config})
@@ -28,7 +28,8 @@ class Course:
         self.ended: list[int] = []
 
     def add(self, request_id: int, prompt: int, max_tokens: int = 1, **fields) -> Request:
-        request = Request(request_id, list(range(prompt)), SamplingParams(max_tokens=max_tokens), **fields)
+        ids = list(range(1000 * request_id, 1000 * request_id + prompt))
+        request = Request(request_id, ids, SamplingParams(max_tokens=max_tokens), **fields)
         self.scheduler.add(request)
         return request
 
@@ -153,7 +154,7 @@ def test_when_the_cache_is_full_the_youngest_is_preempted_and_comes_back_before_
 
 
 def test_a_preempted_request_computes_its_answer_again_with_its_prompt_and_then_goes_on():
-    course = Course(num_blocks=8, prefill_chunk=32)
+    course = Course(num_blocks=8, prefill_chunk=32, prefix_cache=False)
     course.add(0, prompt=60, max_tokens=40)
     course.add(1, prompt=30, max_tokens=40)
     steps = [step.get(1) for step in course.run()]
@@ -162,6 +163,24 @@ def test_a_preempted_request_computes_its_answer_again_with_its_prompt_and_then_
     length = again[restart - 1][1] + 1  # the token drawn last is part of it
     assert again[restart + 1] == (32, length)
     assert again[restart + 2] == (length, length + 1)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_preempted_request_goes_on_from_the_blocks_that_nobody_has_taken_meanwhile(window):
+    course = Course(num_blocks=8, prefill_chunk=32, window=window)
+    course.add(0, prompt=90, max_tokens=4)
+    request = course.add(1, prompt=17, max_tokens=40)
+    course.step()
+    course.step()
+    while request.num_tokens < 36:
+        course.step()
+        if not course.scheduler.has_work:
+            break
+    course.scheduler.preempt(request)
+    assert course.manager.num_tokens(1) == 0
+    assert course.step()[1] == (32, 36)  # two full blocks are found again
+    assert request.num_cached_tokens == 0  # it counts what was found when the request came
+    course.run()
 
 
 def test_the_last_token_drawn_needs_no_slot():

@@ -33,7 +33,9 @@ def test_copies_of_a_request_score_as_one_does(exact, copies):
 def test_equal_requests_and_those_that_differ_in_the_last_token_run_once(exact, monkeypatch):
     run = []
     monkeypatch.setattr(
-        continuations, "hidden_states_of", lambda engine, some: run.extend(some) or hidden_states_of(engine, some)
+        continuations,
+        "hidden_states_of",
+        lambda engine, some, *rest: run.extend(some) or hidden_states_of(engine, some, *rest),
     )
     exact.loglikelihood(instances("loglikelihood", [("One answer: ", letter) for letter in "ABCDAB"]))
     assert [len(ids) for ids in run] == [len("One answer: ")]
@@ -43,6 +45,19 @@ def test_equal_requests_and_those_that_differ_in_the_last_token_run_once(exact, 
     greedy, sampled = {"until": [], "max_gen_toks": 2}, {"until": [], "max_gen_toks": 2, "temperature": 1.0}
     exact.generate_until(instances("generate_until", [("a", greedy), ("a", sampled), ("a", greedy), ("a", sampled)]))
     assert len(texts) == 3
+
+
+def test_contexts_that_begin_alike_are_found_in_the_prefix_cache_and_score_the_same(exact):
+    shots, scores, found = "Question? An answer. " * 12, [], []  # 252 tokens
+    pairs = [(f"{shots}Item {number}: ", " yes" * number) for number in range(1, 6)]
+    for prefix_cache in (True, False):
+        config = EngineConfig(kv_dtype="k8v4", deterministic=True, max_num_seqs=1, prefix_cache=prefix_cache)
+        model = LeanLM(LLM(exact.llm.model, config), progress=False)
+        scores.append(model.loglikelihood(instances("loglikelihood", pairs)))
+        found.append(model.llm.stats().prefix.tokens_found)
+    assert scores[0] == scores[1]
+    assert found[0] >= 3 * 224  # the first is computed, and the second to keep the tail where they part
+    assert found[1] == 0
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "k8v4"])

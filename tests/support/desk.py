@@ -135,7 +135,9 @@ class Alone:
     """``Alone(model)(kind, form, job)``: the result of a request that had an engine for itself."""
 
     def __init__(self, model: Callable[[str], LoadedModel]) -> None:
-        self._engine = functools.cache(lambda kind, form: start(model(kind), form, block_size=32, max_num_seqs=4))
+        self._engine = functools.cache(
+            lambda kind, form: start(model(kind), form, block_size=32, max_num_seqs=4, prefix_cache=False)
+        )
         self._made: dict[object, object] = {}
 
     def __call__(self, kind: str, form: str, job: Job) -> object:

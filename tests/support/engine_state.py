@@ -12,6 +12,7 @@ from lean.engine.request import Request
 from lean.engine.runner import Runner
 from lean.engine.scheduler import Scheduler
 from lean.llm import LLM
+from lean.sampling_params import SamplingParams
 
 # --- the parts of an engine ---
 
@@ -56,9 +57,12 @@ def waiting_sequences(llm: LLM) -> list[Request]:
     return list(scheduler(llm).waiting)
 
 
-def kept_ids(llm: LLM) -> list[int]:
-    """The ended sequences whose cache is kept, oldest first."""
-    return list(scheduler(llm).kept)
+def hold(llm: LLM, ids: list[int]) -> int:
+    """Compute a prompt and keep it in the cache until the request is aborted; returns its id."""
+    request_id = llm.add_request(ids, SamplingParams(2, temperature=0, ignore_eos=True))
+    while not any(output.request_id == request_id for output in llm.step()):
+        pass
+    return request_id
 
 
 def block_table(llm: LLM, seq_id: int, pool: int) -> list[int]:
@@ -82,9 +86,9 @@ def all_blocks_free(blocks: BlockManager) -> None:
 
 
 def nothing_left(llm: LLM) -> None:
-    """No request, no kept sequence, no output for a caller that waits, and every block is free."""
+    """No request, no output for a caller that waits, and every block is free."""
     llm.check_integrity()
-    assert _live(llm) == scheduler(llm).kept == {}
+    assert _live(llm) == {}
     assert not len(llm.engine.mailbox)
     all_blocks_free(manager(llm))
 

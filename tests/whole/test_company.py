@@ -180,8 +180,7 @@ def test_prompt_logprobs_of_an_id_that_is_no_token_hurt_nobody_else(model, monke
     assert not llm.has_work
 
 
-def test_n_beyond_max_num_seqs_and_n_with_keep_cache_are_refused(model):
+def test_n_beyond_max_num_seqs_is_refused(model):
     llm = start(model("llama"), "fp32", max_num_seqs=2)
     assert "--max-num-seqs" in refusal(llm.add_request, tokens(5), ask(3, n=3))
-    assert "2" in refusal(llm.add_request, tokens(5), ask(3, n=2), keep_cache=True)
     assert not llm.has_work

@@ -1,7 +1,8 @@
 """No block is lost, no request starves and no cached token is overwritten, under any requests and failing steps.
 
-The scheduler and the block manager without a model: a shadow of the cache remembers which token of which history was
-written into which slot. A tiny model under cancellations, exceptions and threads is in test_cancellation.py.
+The scheduler, the block manager and the prefix cache without a model: a shadow of the cache remembers which token of
+which history was written into which slot, and another what each hash of the index stands for. A tiny model under
+cancellations, exceptions and threads is in test_cancellation.py.
 """
 
 import os
@@ -15,7 +16,8 @@ from engine_state import all_blocks_free
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lean.cache.block_manager import NULL_BLOCK, BlockManager
+from lean.cache.block_manager import BlockManager
+from lean.cache.block_pool import NULL_BLOCK
 from lean.cache.plan import LayerShape, plan_cache
 from lean.cache.size import size_cache
 from lean.cache.states import StateKey, StateShape
@@ -41,15 +43,16 @@ POOLS = {
 }
 
 
-def histories(token_ids: list[int]) -> list[int]:
-    """Per position, a value that depends on its token and all before it, as K and V of that position do."""
-    return list(accumulate(token_ids, lambda before, token: hash((before, token)), initial=0))[1:]
+def histories(request: Request, end: int) -> list[int]:
+    """Per position, a value of its token, all before it and the salt. So K and V of a position depend on tokens."""
+    begin = hash(request.cache_salt)
+    return list(accumulate(request.tokens(0, end), lambda before, token: hash((before, token)), initial=begin))[1:]
 
 
 class Conservation(RuleBasedStateMachine):
     """The engine's step without an engine: schedule, write, read, then advance, fork and draw, or take back."""
 
-    steps = 0
+    steps = hits = 0
 
     @initialize(
         pools=st.sampled_from(sorted(POOLS)),
@@ -57,9 +60,10 @@ class Conservation(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         prefill_chunk=st.integers(1, 30),
         step_tokens=st.integers(5, 40),
+        tail_memory=st.sampled_from([None, 0, 5_000, 20_000]),
         seed=st.integers(0, 2**32),
     )
-    def start(self, pools, num_blocks, max_num_seqs, prefill_chunk, step_tokens, seed):
+    def start(self, pools, num_blocks, max_num_seqs, prefill_chunk, step_tokens, tail_memory, seed):
         windows, options = POOLS[pools]
         self.config = EngineConfig(
             block_size=8,
@@ -67,6 +71,7 @@ class Conservation(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             prefill_chunk=prefill_chunk,
             max_num_batched_tokens=step_tokens,
+            prefix_tail_memory=tail_memory,
             **options,
         )
         layers = [LayerShape(1, 1, 16, 16, window) for window in windows]
@@ -79,10 +84,11 @@ class Conservation(RuleBasedStateMachine):
         self.random = random.Random(seed)
         self.next_id = 0
         self.alive: dict[int, Request] = {}  # every sequence that has not ended, siblings to come included
-        self.texts: dict[int, list[int]] = {}  # the tokens of kept sequences
+        self.meaning: dict[bytes, list[int]] = {}  # what a block with this hash holds
+        self.texts: list[Request] = []  # requests whose tokens later ones begin with
         draw = self.random.randint
-        for _ in range(draw(0, 8)):  # requests from the start make forks, kept sequences and preemptions common
-            self.put(draw(1, 16), draw(15, 40), draw(1, 3), draw(0, 1) == 1, False, "nothing")
+        for _ in range(draw(0, 8)):  # requests from the start make forks and preemptions common
+            self.put(draw(1, 32), draw(5, 40), draw(1, 3), "answer", self.random.choice(("anew", "as before")))
 
     # --- what callers do ---
 
@@ -90,32 +96,29 @@ class Conservation(RuleBasedStateMachine):
         length=st.integers(1, MODEL_LENGTH + 1),
         max_tokens=st.integers(1, 40),
         n=st.integers(1, 5),
-        keep_cache=st.booleans(),
-        keep_hidden=st.sampled_from([False, False, False, True]),
-        continues=st.sampled_from(["nothing", "kept", "kept", "any"]),
+        wanted=st.sampled_from(["answer", "answer", "answer", "prompt_logprobs", "rows", "last rows"]),
+        begins=st.sampled_from(["anew", "as before", "as before", "as before"]),
     )
-    def add(self, length, max_tokens, n, keep_cache, keep_hidden, continues):
-        self.put(length, max_tokens, n, keep_cache, keep_hidden, continues)
+    def add(self, length, max_tokens, n, wanted, begins):
+        self.put(length, max_tokens, n, wanted, begins)
 
-    def put(self, length: int, max_tokens: int, n: int, keep_cache: bool, keep_hidden: bool, continues: str) -> None:
-        n = 1 if keep_cache or keep_hidden else min(n, self.config.max_num_seqs)
-        source = None
-        prompt = [self.random.randrange(3) for _ in range(length)]
-        if continues == "kept" and self.texts:
-            source = self.random.choice(sorted(self.texts))
-            said = self.texts[source]
-            # All tokens of the kept sequence and new ones, or a shorter beginning and then other tokens.
-            kept = len(said) if self.random.random() < 0.6 else self.random.randint(0, len(said))
-            prompt = [*said[:kept], *prompt[: self.random.randint(0, 20)]] or prompt
-        elif continues == "any":
-            source = self.random.randint(0, self.next_id + 3)
+    def put(self, length: int, max_tokens: int, n: int, wanted: str, begins: str) -> None:
+        keep_hidden = "rows" in wanted
+        n = 1 if keep_hidden else min(n, self.config.max_num_seqs)
+        prompt, salt = [self.random.randrange(3) for _ in range(length)], self.random.choice((None, None, "a"))
+        if begins == "as before" and self.texts:
+            said = self.random.choice(self.texts)
+            # All tokens of an earlier sequence and new ones, or a shorter beginning and then other tokens.
+            kept = said.num_tokens if self.random.random() < 0.6 else self.random.randint(0, said.num_tokens)
+            prompt = [*said.tokens(0, kept), *prompt[: self.random.randint(0, 20)]] or prompt
+            salt = said.cache_salt if self.random.random() < 0.8 else salt
         limit = self.size.max_model_len
         max_tokens = min(max_tokens, max(1, limit - len(prompt)))
-        params = SamplingParams(max_tokens=max_tokens, n=n)
-        family = [Request(self.next_id + i, prompt, params, self.next_id, i) for i in range(n)]
+        params = SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=0 if wanted == "prompt_logprobs" else None)
+        family = [Request(self.next_id + i, prompt, params, self.next_id, i, cache_salt=salt) for i in range(n)]
         first = family[0]
         first.siblings, first.keep_hidden = family[1:], keep_hidden
-        first.keep_cache, first.continues = keep_cache, source
+        first.num_hidden = self.random.randrange(len(prompt)) if wanted == "last rows" else 0
         if len(prompt) + (not keep_hidden) > limit:
             with pytest.raises(RequestError, match=str(limit)):
                 self.scheduler.add(first)
@@ -123,6 +126,7 @@ class Conservation(RuleBasedStateMachine):
         self.scheduler.add(first)
         self.next_id += n
         self.alive |= {request.seq_id: request for request in family}
+        self.texts = [*self.texts[-9:], first]
 
     @precondition(lambda self: self.alive)
     @rule(choice=st.randoms(use_true_random=False))
@@ -132,10 +136,14 @@ class Conservation(RuleBasedStateMachine):
         for request in [r for r in self.alive.values() if r.request_id == group]:
             self.end(request, "abort")
 
-    @rule()
-    def release(self):
-        self.scheduler.release(self.random.choice([*self.texts, self.next_id + 5, 0]))
-        self.forget_released()
+    @rule(really=st.sampled_from([False, False, False, True]))
+    def reset(self, really):
+        """Sequences that run go on, but nothing that is in the cache now is found by others."""
+        if not really:  # else most runs would have nothing to find
+            return
+        self.scheduler.prefix.reset()
+        self.meaning = {}
+        assert not any(pool.index for pool in self.manager.pools)
 
     # --- steps ---
 
@@ -161,7 +169,6 @@ class Conservation(RuleBasedStateMachine):
             return False
         Conservation.steps += 1
         chunks = self.scheduler.schedule()
-        self.forget_released()
         self.check_chunks(chunks)
         if fails != "before":
             for copy in self.manager.copies:
@@ -185,6 +192,7 @@ class Conservation(RuleBasedStateMachine):
         for chunk in chunks:
             if chunk is not wrong:
                 self.scheduler.advance(chunk)
+                self.deliver(chunk)
             else:
                 for request in (chunk.request, *chunk.request.siblings):
                     self.end(request, "error")
@@ -216,31 +224,48 @@ class Conservation(RuleBasedStateMachine):
             assert chunk.end - chunk.start <= self.config.prefill_chunk
             assert chunk.completes == (chunk.end == request.num_tokens)
             assert self.manager.num_tokens(request.seq_id) == chunk.end
-            assert request.num_cached_tokens <= chunk.start
+            assert request.num_cached_tokens is not None
+            Conservation.hits += request.num_cached_tokens == chunk.start > 0
+
+    def deliver(self, chunk: Chunk) -> None:
+        """Take the rows that a request wants, and learn what its hashes mean. No wanted row may have been left out."""
+        request, values = chunk.request, histories(chunk.request, chunk.end)
+        if request.keep_hidden:
+            assert chunk.start <= request.num_hidden
+            request.num_hidden = max(request.num_hidden, chunk.end)
+        if request.params.prompt_logprobs is not None:
+            known, all_known = len(request.prompt_logprobs), len(request.prompt_token_ids)
+            assert known == all_known or chunk.start <= max(0, known - 1)
+            request.prompt_logprobs = [None] * max(known, min(all_known, chunk.end + 1))
+        for index, content in enumerate(request.chain.hashes[: chunk.end // 8] if request.chain else []):
+            part = values[8 * index : 8 * index + 8]
+            assert self.meaning.setdefault(content, part) == part, "two texts have the same hash"
 
     def write(self, chunk: Chunk, garbage: bool = False) -> None:
-        values = histories(chunk.request.tokens(0, chunk.end))
+        values = histories(chunk.request, chunk.end)
         for index, pool in enumerate(self.manager.pools):
             table = self.manager.table(chunk.request.seq_id, index)
             for position in range(chunk.start, chunk.end):
                 block = table[position // 8]
                 assert block != NULL_BLOCK
                 assert pool.refs[block] == 1, "a block is written that another sequence reads"
+                assert pool.hashes[block] is None, "a block is written that is in the index"
                 self.cache[index][block][position % 8] = "garbage" if garbage else values[position]
         if self.manager.slots is not None:
             slot = self.manager.slot(chunk.request.seq_id)
             assert self.manager.slots.refs[slot] == 1, "a state is written that another sequence reads"
+            assert self.manager.slots.hashes[slot] is None, "a state is written that is in the index"
             assert not chunk.start or self.states[slot] == values[chunk.start - 1], (
                 "the state is not that of the tokens"
             )
             self.states[slot] = "garbage" if garbage else values[-1]
 
     def read(self, chunk: Chunk) -> None:
-        self.check_visible(chunk.request.seq_id, chunk.request.tokens(0, chunk.end), chunk.start)
+        self.check_visible(chunk.request, chunk.end, chunk.start)
 
-    def check_visible(self, seq_id: int, token_ids: list[int], first_row: int) -> None:
-        """What rows from ``first_row`` on see through the tables is this sequence's own history."""
-        values = histories(token_ids)
+    def check_visible(self, request: Request, end: int, first_row: int) -> None:
+        """What rows from ``first_row`` on see of the first ``end`` tokens is this sequence's own history."""
+        values, seq_id = histories(request, end), request.seq_id
         for index, rule_ in enumerate(self.size.rules):
             table = self.manager.table(seq_id, index)
             for position, value in enumerate(values):
@@ -257,12 +282,6 @@ class Conservation(RuleBasedStateMachine):
     def end(self, request: Request, reason: str) -> None:
         self.scheduler.finish(request, reason)
         del self.alive[request.seq_id]
-        assert (request.seq_id in self.scheduler.kept) <= (request.keep_cache and reason != "error")
-        if request.seq_id in self.scheduler.kept:
-            self.texts[request.seq_id] = request.tokens(0, request.num_tokens)
-
-    def forget_released(self) -> None:
-        self.texts = {seq_id: text for seq_id, text in self.texts.items() if seq_id in self.scheduler.kept}
 
     # --- what always holds ---
 
@@ -271,8 +290,7 @@ class Conservation(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
-        running, kept = self.scheduler.running, self.scheduler.kept
-        holders = [request.seq_id for request in running] + list(kept)
+        holders = [request.seq_id for request in self.scheduler.running]
         assert self.manager.tokens_held() == sum(map(self.manager.num_tokens, holders))
         for index, pool in enumerate(self.manager.pools):
             tables = [self.manager.table(i, index) for i in holders if self.manager.num_tokens(i)]
@@ -293,17 +311,24 @@ class Conservation(RuleBasedStateMachine):
 
     @invariant()
     def what_is_in_the_cache_is_whole(self):
-        """Sequences that did not run and sequences that are only kept are checked too."""
+        """Sequences that did not run are checked too."""
         if not hasattr(self, "manager") or self.manager.copies or self.manager.state_copies:
             return
-        texts = {request.seq_id: request.tokens(0, request.num_tokens) for request in self.scheduler.running}
-        assert {i: tuple(text) for i, text in self.texts.items()} == {
-            i: tuple(text) for i, text in self.scheduler.kept.items()
-        }
-        for seq_id, text in (texts | self.texts).items():
-            held = self.manager.num_tokens(seq_id)
+        for request in self.scheduler.running:
+            held = self.manager.num_tokens(request.seq_id)
             if held:
-                self.check_visible(seq_id, text[:held], held)
+                self.check_visible(request, held, held)
+
+    @invariant()
+    def the_index_names_the_blocks_that_hold_what_it_says(self):
+        if not hasattr(self, "manager"):
+            return
+        for pool, blocks in zip(self.manager.pools, self.cache):
+            for content, block in pool.index.items():
+                assert blocks[block] == self.meaning[content]
+        if self.manager.slots is not None:
+            for content, slot in self.manager.slots.index.items():
+                assert self.states[slot] == self.meaning[content][-1]
 
     def teardown(self):
         if not hasattr(self, "manager"):
@@ -315,14 +340,12 @@ class Conservation(RuleBasedStateMachine):
                 break
         assert not self.alive, "requests that do not end"
         assert not self.scheduler.has_work
-        for seq_id in list(self.texts):
-            self.scheduler.release(seq_id)
         all_blocks_free(self.manager)
 
 
 TestConservation = Conservation.TestCase
 TestConservation.settings = settings(
-    max_examples=400 * SCALE,
+    max_examples=200 * SCALE,
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

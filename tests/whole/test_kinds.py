@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import census_models
@@ -154,7 +155,7 @@ def test_a_hybrid_holds_the_states_that_transformers_holds(built, loaded, name):
     llm = LLM(loaded(name), EXACT)
     assert llm.plan.state_bytes == sum(theirs) > 0
     assert len(llm.plan.states) == len(theirs)
-    slots = EXACT.max_num_seqs + 1  # and one for padding
+    slots = EXACT.max_num_seqs + llm.size.num_tails + 1  # and one for padding
     assert llm.cache.states.nbytes == slots * llm.plan.state_bytes
     pools = sum(arena.nbytes for arena in llm.cache.arenas)
     assert llm.size.nbytes == pools + llm.cache.states.nbytes
@@ -265,24 +266,26 @@ def test_a_hybrid_begins_anew_after_a_failed_step(loaded, name, monkeypatch):
     nothing_left(llm)
 
 
-def test_a_kept_hybrid_is_continued_where_it_ended_and_nowhere_else(loaded):
-    config = EngineConfig(kv_dtype="fp32", max_model_len=256, max_num_seqs=1)
-    llm = LLM(loaded("lfm2"), config)
-    prompt = tokens(30)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_begins_where_its_states_were_kept_and_gives_the_same_bits(loaded, name):
+    """The states after a prompt's last full block are kept. A cold run ends a chunk there too."""
+    config = EngineConfig(kv_dtype="fp32", max_model_len=256, max_num_seqs=2, prefix_tail_memory=2**20)
+    prompt, params = tokens(70), replace(GREEDY, logprobs=0)
 
-    def answer(ids, **options):
-        outputs = [*llm.stream(ids, GREEDY, **options)]
-        return outputs[-1].request_id, outputs[-1].cached_tokens, [t for output in outputs for t in output.token_ids]
+    def answer(llm: LLM, ids: list[int]) -> tuple[int, list[int], list]:
+        [out] = llm.generate([ids], params)
+        return out.cached_tokens, out.token_ids, out.logprobs
 
-    first, _, said = answer(prompt, keep_cache=True)
-    longer = [*prompt, *said, *tokens(5, 2)]
-    second, cached, answered = answer(longer, keep_cache=True, continues=first)
-    assert cached == len(prompt) + len(said) - 1  # the last drawn token was never written
-    assert answered == answer(longer)[2]
-    other = [*longer[:20], *tokens(9, 3)]
-    _, cached, answered = answer(other, continues=second)
-    assert cached == 0
-    assert answered == answer(other)[2]
+    llm = LLM(loaded(name), config)
+    first = answer(llm, prompt)
+    assert first[0] == 0
+    assert answer(llm, prompt) == (64, *first[1:])
+    longer = [*prompt, *first[1], *tokens(5, 2)]
+    cached, *found = answer(llm, longer)
+    assert cached == 64
+    assert (0, *found) == answer(LLM(loaded(name), replace(config, prefill_chunk=64)), longer)
+    assert answer(llm, [*longer[:40], *tokens(40, 3)])[0] == 0  # the states of its first block were not kept
+    assert llm.stats().prefix.tails_used == 2
     nothing_left(llm)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_state import forbid_reading_weights, nothing_left
+from engine_state import forbid_reading_weights, hold, nothing_left
 from helpers import refusal
 from tiny import tokens
 from transformers import AutoModelForCausalLM
@@ -122,16 +122,15 @@ def test_the_last_piece_of_a_prompt_evicts_nothing_too_early(model, length):
     ids = tokens(length, seed=5)
     options = {"window": 64, "sinks": 4, "kv_residual_length": 16}
     llm = start(model("llama"), "int8", prefill_chunk=128, **options)
-    llm.add_request(ids, keep_hidden=True, keep_cache=True)
-    rows = []
-    while llm.has_work:
-        rows += [output.hidden for output in llm.step()]
+    rows = hidden(llm, ids)
     chunk = 1 if length == 129 else 9
-    assert same(torch.cat(rows), hidden(start(model("llama"), "int8", prefill_chunk=chunk, **options), ids))
+    assert same(rows, hidden(start(model("llama"), "int8", prefill_chunk=chunk, **options), ids))
+    hold(llm, ids)
     assert llm.stats().tokens_held == length
+    boundary = length // 32 * 32  # what a token there sees is kept
     quantized, exact = llm.stats().pools
-    assert quantized.tokens_held == length - (length - 64 + 1) // 32 * 32  # sinks lie in the exact pool alone
-    assert exact.tokens_held == length - max(0, (length - 16 + 1) // 32 - 1) * 32  # and keep its first block
+    assert quantized.tokens_held == length - (boundary - 64 + 1) // 32 * 32  # sinks lie in the exact pool alone
+    assert exact.tokens_held == length - max(0, (boundary - 16 + 1) // 32 - 1) * 32  # and keep its first block
 
 
 # --- lengths ---

@@ -53,20 +53,20 @@ def test_forked_and_preempted_requests_give_the_same_as_alone_under_a_window(mod
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("kept", [150, 149, 143, 128, 100])
 def test_a_second_turn_gives_the_same_as_a_fresh_run_whether_its_beginning_is_cached_or_not(model, kv_dtype, kept):
-    """A turn of three windows after the first window, then single steps. With ``kept`` 100 it is evicted already."""
+    """A turn of three windows after the first window, then single steps.
+
+    With ``kept`` 100 the blocks of its window were evicted, but nothing has been written into them since.
+    """
     options = {"window": 40, "sinks": 4, "kv_residual_length": 8, "prefill_chunk": 64}
     ids = IDS[:kept] + tokens(3 * 40, seed=8)
     llm = start(model("gemma3, mixed"), kv_dtype, **options)
-    request_id = llm.add_request(IDS[:150], SamplingParams(1, temperature=0, ignore_eos=True), keep_cache=True)
-    while llm.has_work:
-        llm.step()
+    llm.generate([IDS[:150]], SamplingParams(1, temperature=0, ignore_eos=True))
     params = SamplingParams(12, temperature=0, ignore_eos=True, logprobs=0)
-    parts = list(llm.stream(ids, params, continues=request_id))
+    parts = list(llm.stream(ids, params))
     found = [token for part in parts for token in part.token_ids], [e for part in parts for e in part.logprobs]
     [fresh] = results(start(model("gemma3, mixed"), kv_dtype, **options), ids, max_tokens=12, temperature=0, seed=None)
     assert found == fresh
-    assert parts[0].cached_tokens in (0, kept)
-    assert parts[0].cached_tokens == kept or kept < 143
+    assert parts[0].cached_tokens == kept // 32 * 32
     if kept < 150:
         return
     exact = start(model("gemma3, mixed"), "fp32", **options | {"kv_residual_length": None}).score(ids)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import resident
 import torch
-from engine_state import block_table, blocks_in_use, positions_from, request_ids
+from engine_state import block_table, blocks_in_use, hold, positions_from, request_ids
 from tiny import tokens
 from windowed import IDS, hidden, loader, residual, same, start
 
@@ -53,9 +53,7 @@ def test_window_and_quantization_save_memory_together(model):
     for kv_dtype in ("fp32", "int8"):
         for window in (None, 60):
             llm = start(model("llama, 2 layers"), kv_dtype, window=window, prefill_chunk=32, **residual(kv_dtype, 0))
-            llm.add_request(tokens(480), SamplingParams(1), keep_cache=True)
-            while llm.has_work:
-                llm.step()
+            hold(llm, tokens(480))
             held[kv_dtype, window] = llm.stats().bytes_held
             [pool] = kv_report(llm)["pools"]
             assert (pool["format"], pool["window"]) == (kv_dtype, window or 0)
@@ -108,16 +106,14 @@ def test_a_thousand_evictions_move_no_visible_key(model, kv_dtype, length):
     ids = tokens(count)
 
     def stored(llm: LLM, ids: list[int], positions: list[int], pool: int) -> torch.Tensor:
-        request_id = llm.add_request(ids, keep_hidden=True, keep_cache=True)
-        while llm.has_work:
-            llm.step()
+        request_id = hold(llm, ids)
         table = block_table(llm, request_id, pool)
         assert all(table[p // 8] for p in positions)
         slots = torch.tensor([table[p // 8] * 8 + p % 8 for p in positions])
         layer = llm.cache.layers[0]
         own = layer.pool if pool == layer.group.pool_id else layer.exact
         rows = torch.cat(read_slots(own.arena, own.layout, own.offset, slots), dim=-1)
-        llm.release(request_id)
+        llm.abort(request_id)
         return rows
 
     llm = start(model("llama"), kv_dtype, prefill_chunk=100, **options)
