@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import threading
 from contextlib import contextmanager
 
@@ -31,16 +32,16 @@ def chat_tokenizer():
     return tokenizer
 
 
-def chat_model(folder, template=True):
-    """A loader of an engine on a tiny checkpoint, whose tokenizer has a chat template unless ``template`` is False."""
+def chat_checkpoint(folder, to):
+    """A copy of a tiny checkpoint whose tokenizer has a chat template."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    chat_tokenizer().save_pretrained(to)
+    return to
 
-    def load(**settings):
-        llm = LLM(str(folder), EngineConfig(**{**SETTINGS, **settings}))
-        if template:
-            object.__setattr__(llm.model, "tokenizer", chat_tokenizer())
-        return llm
 
-    return load
+def loader(folder, **settings):
+    """What makes a server's engine."""
+    return lambda: LLM(str(folder), EngineConfig(**{**SETTINGS, **settings}))
 
 
 class Served:
