@@ -46,7 +46,7 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         config, path, headers = self._service.config, scope["path"], dict(scope["headers"])
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])  # with ": " and the line's end
         if size + len(scope["raw_path"]) + len(scope["query_string"]) > config.max_header_size:
             raise ApiError(400, f"the head of the request is larger than {config.max_header_size} bytes")
         if path not in OPEN:
