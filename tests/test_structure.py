@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "model": {"store", "cache", "kernels", "quant"},
     "engine": {"model", "store", "text", "cache", "kernels", "quant"},
     "llm": {"engine", "model", "store", "text", "cache", "kernels", "quant"},
-    "eval": {"llm", "engine", "model", "store", "text", "cache", "kernels", "quant"},
+    "eval": {"server", "llm", "engine", "model", "store", "text", "cache", "kernels", "quant"},
     "server": {"llm", "engine", "text", "kernels", "quant"},
     "cli": {"server", "eval", "llm", "engine", "model", "store", "text", "cache", "kernels", "quant"},
     "__main__": {"cli"},  # nothing else imports cli

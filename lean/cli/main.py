@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lean.cli import bench, evaluate
+from lean.cli import bench_serve as _bench_serve  # noqa: F401  adds its command to `bench.app`
 from lean.cli import evaluate_tasks as _evaluate_tasks  # noqa: F401  adds its commands to `evaluate.app`
 from lean.cli import evaluate_text as _evaluate_text  # noqa: F401
 from lean.cli.flags import Json

@@ -46,10 +46,15 @@ def serve(
     if context.params["print_config"]:
         _print_config(options, config)
         return
-    if any(find_spec(package) is None for package in _PACKAGES):
-        raise UserError("lean serve needs packages that are not installed: pip install 'lean-inference[serve]'")
+    require_packages()
     chat_max_tokens = options.sampling.max_tokens if "max_tokens" in given else DEFAULT_CHAT_MAX_TOKENS
     _serve(options, config, chat_max_tokens, no_probe)
+
+
+def require_packages() -> None:
+    """Raise UserError where the packages of the server are missing."""
+    if any(find_spec(package) is None for package in _PACKAGES):
+        raise UserError("lean serve needs packages that are not installed: pip install 'lean-inference[serve]'")
 
 
 def _print_config(options: "Options", config: ServerConfig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from contextlib import suppress
@@ -14,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from lean.server.choice import Choice
 from lean.server.errors import ENGINE_FAILED, ApiError
-from lean.server.frames import DONE, WAITING, Frames, event
+from lean.server.frames import DONE, WAITING, Frames, encode, event
 from lean.server.loop import Job, Part
 from lean.server.service import new_id
 from lean.server.shapes import usage
@@ -97,7 +96,7 @@ class Answer(Response):
             for part in parts:
                 self._take(part).add(part.output)
         answer = {**self._head, "choices": [choice.whole() for choice in self._choices], "usage": self._usage()}
-        body = json.dumps(answer).encode()
+        body = encode(answer)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._start(send, 200, headers)
         await send({"type": "http.response.body", "body": body})

@@ -7,8 +7,15 @@ from typing import Any
 
 from lean.server.choice import Piece
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
 DONE = b"data: [DONE]\n\n"
 WAITING = b": the prompt is being computed\n\n"  # a comment: clients ignore it, proxies see that the connection lives
+
+
+def encode(value: Any) -> bytes:
+    """A value as JSON without spaces, in ASCII: no reader takes a character in it for the end of a line."""
+    return _ENCODER.encode(value).encode()
 
 
 def event(data: bytes) -> bytes:
@@ -26,7 +33,7 @@ class Frames:
     """
 
     def __init__(self, head: dict[str, Any], chat: bool, usage: bool) -> None:
-        self._head = b"data: " + json.dumps(head).encode()[:-1]
+        self._head = b"data: " + encode(head)[:-1]
         self._chat, self._usage = chat, usage
         self._before: dict[int, bytes] = {}
         end = b',"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if usage else b"") + b"}\n\n"
@@ -34,7 +41,7 @@ class Frames:
 
     def _begin(self, index: int) -> bytes:
         if index not in self._before:
-            self._before[index] = self._head + b', "choices":[{"index":%d,' % index
+            self._before[index] = self._head + b',"choices":[{"index":%d,' % index
         return self._before[index]
 
     def role(self, index: int) -> bytes:
@@ -43,7 +50,7 @@ class Frames:
 
     def piece(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> bytes:
         """A chunk with new text."""
-        text = json.dumps(piece.text).encode()
+        text = encode(piece.text)
         before = self._begin(index)
         if piece.logprobs is None and piece.finish_reason is None and usage is None:
             return before + (b'"delta":{"content":' if self._chat else b'"text":') + text + self._after
@@ -51,10 +58,10 @@ class Frames:
             content = b'"delta":{"content":' + text + b"}" if piece.text else b'"delta":{}'
         else:
             content = b'"text":' + text
-        rest = json.dumps({"logprobs": piece.logprobs, "finish_reason": piece.finish_reason}).encode()[1:]
-        tail = b',"usage":' + json.dumps(usage).encode() if self._usage else b""
+        rest = encode({"logprobs": piece.logprobs, "finish_reason": piece.finish_reason})[1:]
+        tail = b',"usage":' + encode(usage) if self._usage else b""
         return before + content + b"," + rest + b"]" + tail + b"}\n\n"
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The last chunk, which has no choices."""
-        return self._head + b', "choices":[],"usage":' + json.dumps(usage).encode() + b"}\n\n"
+        return self._head + b',"choices":[],"usage":' + encode(usage) + b"}\n\n"

@@ -95,7 +95,7 @@ def test_a_signal_lets_running_requests_finish(lean, folder, monkeypatch, name):
     client.done()
     assert code == 0
     assert seen["refused"] == 503
-    assert seen["text"].endswith('"finish_reason": "length"}]}\n\ndata: [DONE]\n\n')
+    assert seen["text"].endswith('"finish_reason":"length"}]}\n\ndata: [DONE]\n\n')
     assert "shutting down: 1 requests may finish, for 30 s" in err
 
 
