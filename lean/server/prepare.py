@@ -222,6 +222,8 @@ class Preparer:
         most = self._most_tokens(request)
         default = self.chat_max_tokens if chat else self.defaults.max_tokens
         given["max_tokens"] = default if most is None else max(1, most)
+        if request.min_tokens is not None and most is None:
+            given["max_tokens"] = max(default, request.min_tokens)
         try:
             return replace(self.defaults, **{key: value for key, value in given.items() if value is not None})
         except RequestError as error:
