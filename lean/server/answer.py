@@ -117,8 +117,7 @@ class Answer(Response):
         frames = Frames(self._head, prepared.chat, prepared.include_usage or prepared.usage_in_chunks)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         headers.append((b"x-accel-buffering", b"no"))  # nginx would collect frames
-        await self._start(send, 200, headers)
-        await self._write(send, b"")  # the head goes out before the prompt has been computed
+        await self._start(send, 200, headers)  # it goes out now, before the prompt has been computed
         begun: set[int] = set()
         while parts := await self._next_parts(send):
             data = b"".join(self._frames_of(part, frames, begun) for part in parts)

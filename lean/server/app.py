@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from lean.server.answer import Answer
-from lean.server.errors import ENGINE_FAILED, ApiError
+from lean.server.errors import OWN_FAULT, ApiError
 from lean.server.guard import Guard
 from lean.server.metrics import CONTENT_TYPE
 from lean.server.openapi import describe
@@ -163,4 +163,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _own_fault(request: Request, error: Exception) -> Response:
-    return Response(ApiError(500, ENGINE_FAILED).json, 500, media_type="application/json")
+    return Response(ApiError(500, OWN_FAULT).json, 500, media_type="application/json")

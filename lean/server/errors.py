@@ -57,6 +57,7 @@ def refused(error: RequestError, param: str | None = None) -> ApiError:
     return ApiError(400, str(error), param)
 
 
+OWN_FAULT = "the server failed while it read this request; its log says why"
 ENGINE_FAILED = "the engine failed while it computed this request; the server's log says why"
 SHUTTING_DOWN = "the server is shutting down"
 LOADING = "the model is still loading"

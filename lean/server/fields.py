@@ -60,6 +60,11 @@ Stop = _kind(
     "a string or a list of strings, none of them empty",
     lambda value: bool(value) if isinstance(value, str) else _texts(value) and all(value),
 )
+LogitBias = _kind(
+    {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+    "an object of numbers from -100 to 100 by token id",
+    lambda value: isinstance(value, dict) and all(type(x) in (int, float) and abs(x) <= 100 for x in value.values()),
+)
 Prompt = _kind(
     {"anyOf": [_TEXT, _list(_TEXT, 1), {**_IDS, "minItems": 1}, _list(_IDS, 1)]},
     "a string, a list of strings, a list of token ids, or a list of such lists",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from lean.server.errors import ApiError
 
 if TYPE_CHECKING:
     from lean.server.service import Service
+
+log = logging.getLogger("lean")
 
 OPEN = ("/health",)  # no key, any Host: for load balancers
 ALWAYS = ("/health", "/metrics", "/openapi.json")  # also while the model is loading, and at the end
@@ -42,7 +45,10 @@ class Guard:
         except ApiError as error:
             await send_error(count, error)
             return
-        await self._app(scope, receive, count)
+        try:
+            await self._app(scope, receive, count)
+        except Exception as error:  # uvicorn closes the connection if the answer is not complete
+            log.error("internal error at %s", scope["path"], exc_info=error)
 
     def _check(self, scope: Scope) -> None:
         config, path, headers = self._service.config, scope["path"], dict(scope["headers"])

@@ -6,8 +6,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
+from lean.server.config import MOST_MESSAGES
 from lean.server.errors import ApiError, bad_field
-from lean.server.fields import MOST_INT, Content, Prompt, Stop, TokenIds, Wire
+from lean.server.fields import MOST_INT, Content, LogitBias, Prompt, Stop, TokenIds, Wire
 
 # Fields that change nothing in an answer: nothing is said about them.
 HARMLESS = {
@@ -97,7 +98,7 @@ class GenerationRequest(Wire):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=MOST_INT)] | None = None
     stop: Stop = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: LogitBias = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1, le=MOST_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -116,10 +117,14 @@ class Message(Wire):
     content: Content = None
 
 
+# Reading ends at the first fault: a body of a million faults costs no more than one of one.
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -139,7 +144,7 @@ class TokenizeRequest(Wire):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

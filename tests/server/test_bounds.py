@@ -216,6 +216,16 @@ def test_a_failed_step_is_a_500_and_the_server_is_healthy_again(folder):
         assert server.complete("a", max_tokens=1).status_code == 200
 
 
+def test_a_fault_of_the_server_itself_is_a_500_and_is_logged(folder, monkeypatch, caplog):
+    with served(loader(folder)) as server:
+        monkeypatch.setattr(server.service.preparer, "_common", lambda *arguments, **named: 1 / 0)
+        assert error_of(server.complete("a"))[0] == 500
+        monkeypatch.undo()
+        assert server.complete("a", max_tokens=1).status_code == 200
+        server.assert_idle()
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_an_engine_that_cannot_go_on_ends_the_server(folder):
     with served(loader(folder)) as server:
         server.llm.engine.runner.execute = lambda chunks: 1 / 0

@@ -50,6 +50,10 @@ def refusal(call, *arguments, **named):
         ("cache_salt", "a/b"),
         ("cache_salt", "x" * 129),
         ("presence_penalty", 3),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": True}),
+        ("logit_bias", [1]),
+        ("min_tokens", -1),
         ("messages", []),
         ("messages", "hi"),
         ("messages", None),
@@ -92,6 +96,12 @@ def test_json_of_any_depth_is_refused_or_read():
     for depth in (10, 1_000, 100_000):
         deep = b"[" * depth + b"]" * depth
         refusal(read_body, ChatRequest, b'{"messages": ' + deep + b"}")
+
+
+def test_a_body_of_many_faults_is_refused_for_the_first_one():
+    for messages in ([1] * 10_000, [{"role": 1}] * 10_000, [*HI["messages"] * 20_000]):
+        assert (refusal(chat, messages=messages).param or "").startswith("messages")
+    assert refusal(chat, logit_bias={str(index): "x" for index in range(10_000)}).param == "logit_bias"
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
