@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,14 @@ class Options:
         return yaml_file.write({"model": self.model, **asdict(self.engine), **sampling})
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(path: str | Path, also: Collection[str] = ()) -> dict[str, Any]:
     """The options of a YAML file. Each is checked alone: flags may change a combination.
 
-    Raises ConfigError, naming file and key.
+    Args:
+        also: further keys that the file may have; the caller checks their values.
+
+    Raises:
+        ConfigError: names file and key.
     """
     from lean import yaml_file
 
@@ -74,7 +78,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold `key: value` lines")
-    known = ("model", *ENGINE_KEYS, *SAMPLING_KEYS)
+    known = ("model", *ENGINE_KEYS, *SAMPLING_KEYS, *also)
     for key in values:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {one_line(key)!r}; known keys are {', '.join(known)}")

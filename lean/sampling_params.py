@@ -16,6 +16,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate; fewer if the sequence reaches max_model_len.
+        min_tokens: before this many tokens neither end-of-sequence nor stop_token_ids are drawn.
         n: number of answers to the prompt, each with its own random numbers.
         logit_bias: token id -> number added to its logit, -100 to 100. Ids may be strings of digits, as in JSON.
         repetition_penalty: positive logits of tokens in the prompt or the answer are divided by it, negative ones
@@ -57,6 +58,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         def need(name: str, ok: bool, what: str) -> None:
@@ -67,6 +69,8 @@ class SamplingParams:
             need(name, _whole(getattr(self, name), least), f"a whole number of at least {least}")
 
         need_count("max_tokens", 1)
+        need_count("min_tokens", 0)
+        need("min_tokens", self.min_tokens <= self.max_tokens, f"at most max-tokens, {self.max_tokens}")
         need("n", _whole(self.n, 1) and self.n <= MOST_ANSWERS, f"a whole number from 1 to {MOST_ANSWERS}")
         for name in ("top_k", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:

@@ -13,6 +13,7 @@ NO_NUMBERS = ("1", True, False, math.nan, math.inf, -math.inf, [], 10**400)
 NO_COUNTS = (-1, 1.0, 1.5, "1", True, False, math.nan, math.inf, [], -(10**400))
 REFUSED = {
     "max_tokens": (0, None, *NO_COUNTS),
+    "min_tokens": (-1, 1.5, "3", True, None, 10**6),
     "n": (0, None, *NO_COUNTS),
     "top_k": NO_COUNTS,
     "logprobs": NO_COUNTS,

@@ -31,8 +31,9 @@ MAY_IMPORT = {
     "model": {"store", "cache", "kernels", "quant"},
     "engine": {"model", "store", "text", "cache", "kernels", "quant"},
     "llm": {"engine", "model", "store", "text", "cache", "kernels", "quant"},
-    "eval": {"llm", "engine", "model", "store", "text", "cache", "kernels", "quant"},
-    "cli": {"eval", "llm", "engine", "model", "store", "text", "cache", "kernels", "quant"},
+    "eval": {"server", "llm", "engine", "model", "store", "text", "cache", "kernels", "quant"},
+    "server": {"llm", "engine", "text", "kernels", "quant"},
+    "cli": {"server", "eval", "llm", "engine", "model", "store", "text", "cache", "kernels", "quant"},
     "__main__": {"cli"},  # nothing else imports cli
     "lean": {"llm", "engine", "cache"},  # lean/__init__.py
 }

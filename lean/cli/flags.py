@@ -3,7 +3,7 @@
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,32 +68,47 @@ def flag_group(panel: str | None) -> Callable[[Command], Callable[[Command], Com
 
 
 def given_options(
-    context: typer.Context, usual: "Callable[[dict[str, Any]], dict[str, Any]] | None" = None
+    context: typer.Context,
+    usual: "Callable[[dict[str, Any]], dict[str, Any]] | None" = None,
+    also: Collection[str] = (),
 ) -> "Options":
     """The options of a command: flags win over the file of --config, the file wins over the command's defaults.
 
     Args:
         usual: makes the command's defaults from what the flags and the file give.
+        also: further keys that the file may have; they are not options of the engine.
 
     Raises:
         ConfigError, RequestError: an impossible value or combination, or a file that cannot be used.
     """
-    from lean.options import ENGINE_KEYS, SAMPLING_KEYS, Options, read_yaml
+    from lean.options import ENGINE_KEYS, SAMPLING_KEYS, Options
 
-    given: dict[str, Any] = {
-        name: value
-        for name, value in context.params.items()
-        if name in ("model", *ENGINE_KEYS, *SAMPLING_KEYS)
-        and value is not None
-        and (source := context.get_parameter_source(name)) is not None
-        and source.name != "DEFAULT"
-    }
-    config: Path | None = context.params["config"]
-    file: dict[str, Any] = {} if config is None else read_yaml(config)
+    given = given_flags(context, ("model", *ENGINE_KEYS, *SAMPLING_KEYS))
+    file = given_file(context, also)
     for one, other in (("kv_memory", "num_blocks"), ("num_blocks", "kv_memory")):
         if one in given:
             file.pop(other, None)
     return Options.merge(usual({**file, **given}) if usual else {}, file, given)
+
+
+def given_flags(context: typer.Context, names: Collection[str]) -> dict[str, Any]:
+    """The values of those flags that the user gave, on the command line or in a variable of the environment."""
+    return {
+        name: value
+        for name, value in context.params.items()
+        if name in names
+        and value is not None
+        and (source := context.get_parameter_source(name)) is not None
+        and source.name != "DEFAULT"
+    }
+
+
+def given_file(context: typer.Context, also: Collection[str] = ()) -> dict[str, Any]:
+    """The values of the file of --config; none without one. ``also``: further keys that the file may have."""
+    from lean.options import read_yaml
+
+    config: Path | None = context.params["config"]
+    return {} if config is None else read_yaml(config, also)
 
 
 def printed_config(context: typer.Context, options: "Options") -> bool:

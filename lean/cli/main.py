@@ -10,17 +10,20 @@ from typing import Annotated
 import typer
 
 from lean.cli import bench, evaluate
+from lean.cli import bench_serve as _bench_serve  # noqa: F401  adds its command to `bench.app`
 from lean.cli import evaluate_tasks as _evaluate_tasks  # noqa: F401  adds its commands to `evaluate.app`
 from lean.cli import evaluate_text as _evaluate_text  # noqa: F401
 from lean.cli.flags import Json
 from lean.cli.models import info, models, pull, rm
 from lean.cli.run import run
+from lean.cli.serve import serve
 from lean.cli.sweep import sweep
 from lean.cli.terminal import print_json
 from lean.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(run)
+app.command()(serve)
 app.add_typer(evaluate.app, name="eval")
 app.command()(sweep)
 app.add_typer(bench.app, name="bench")

@@ -81,12 +81,12 @@ def run(
 
         if chat is False:
             raise UserError("--no-chat completes a text: give a PROMPT")
-        talk(_load(name, source, options, no_probe, chat), options.sampling, stderr)
+        talk(load(name, source, options, no_probe, chat), options.sampling, stderr)
         return
     text = _read_prompt(text)
     if not text:
         raise UserError(EMPTY_PROMPT)
-    _answer(_load(name, source, options, no_probe, chat), text, chat, options, json)
+    _answer(load(name, source, options, no_probe, chat), text, chat, options, json)
 
 
 def _given_prompt(prompt: str | None, prompt_option: str | None) -> str | None:
@@ -121,7 +121,7 @@ def _resolve(name: str, options: "Options") -> "ModelSource":
     return resolve(name, progress=True, trust_remote_code=options.engine.trust_remote_code)
 
 
-def _load(name: str, source: "ModelSource", options: "Options", no_probe: bool, chat: bool | None) -> "LLM":
+def load(name: str, source: "ModelSource", options: "Options", no_probe: bool, chat: bool | None = None) -> "LLM":
     """The engine. Warns if the check of the KV format finds that it does not suit the model."""
     from lean.text.template import prepare
 
@@ -201,7 +201,7 @@ def _answer_file(name: str, prompts: Path, out: Path, options: "Options", chat: 
     if {row.id for row in rows} <= read_done(out, prompts):
         stderr.print(f"nothing to do: every row of {prompts} is already in {out}")
         return
-    llm = _load(name, _resolve(name, options), options, no_probe, chat)
+    llm = load(name, _resolve(name, options), options, no_probe, chat)
     summary = run_batch(llm, rows, out, options.sampling, chat, stderr)
     speed = f", {summary.tokens / summary.seconds:.1f} tokens/s" if summary.tokens else ""
     counts = llm.stats().prefix

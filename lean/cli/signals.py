@@ -7,12 +7,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from lean.cli.watcher import DEADLY, END_AT_SIGINT, LINE, SPARE_SIGINT, Watcher, start_watcher
+from lean.cli.watcher import (
+    DEADLY,
+    END_AT_BOTH,
+    END_AT_SIGINT,
+    LINE,
+    SPARE_BOTH,
+    SPARE_SIGINT,
+    Watcher,
+    start_watcher,
+)
 
 INTERRUPTED = 130
 
@@ -146,6 +155,23 @@ def own_interrupt() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, kept)
         _tell(END_AT_SIGINT)
+
+
+@contextmanager
+def own_signals(call: Callable[[], object]) -> Iterator[None]:
+    """SIGINT and SIGTERM call ``call`` in the main thread, and nothing else: the caller ends by itself.
+
+    A signal that the process ignores stays ignored.
+    """
+    heeded = [number for number in DEADLY if signal.getsignal(number) is not signal.SIG_IGN]
+    _tell(SPARE_BOTH)
+    kept = {number: signal.signal(number, lambda signum, frame: call()) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+        _tell(END_AT_BOTH)
 
 
 class Stop:

@@ -19,7 +19,9 @@ from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 ORDER_S, KILL_S = 1.5, 2.5  # seconds after a signal
-SPARE_SIGINT, END_AT_SIGINT = 200, 201  # written into the pipe in place of a signal's number
+# Written into the pipe in place of a signal's number.
+SPARE_SIGINT, END_AT_SIGINT = 200, 201
+SPARE_BOTH, END_AT_BOTH = 202, 203
 LINE = b"lean: interrupted\n"
 
 DEADLY = (signal.SIGINT, signal.SIGTERM)
@@ -137,7 +139,9 @@ def _let_go(*kept: int) -> None:
 def _wait(news: int, order: Callable[[], object], kill: Callable[[], object]) -> None:
     """Read news until the end. `ORDER_S` seconds after a deadly signal: order; `KILL_S` seconds after it: kill."""
     since: dict[int, float] = {}
-    spared = ordered = False
+    spared: set[int] = set()
+    ordered = False
+    told = {SPARE_SIGINT: (signal.SIGINT,), END_AT_SIGINT: (signal.SIGINT,), SPARE_BOTH: DEADLY, END_AT_BOTH: DEADLY}
     while True:
         due = min(since.values()) + (KILL_S if ordered else ORDER_S) if since else None
         if select.select([news], [], [], None if due is None else max(0.0, due - time.monotonic()))[0]:
@@ -145,10 +149,12 @@ def _wait(news: int, order: Callable[[], object], kill: Callable[[], object]) ->
             if not numbers:
                 return
             for number in numbers:
-                if number in (SPARE_SIGINT, END_AT_SIGINT):
-                    spared = number == SPARE_SIGINT
-                    since.pop(signal.SIGINT, None)
-                elif number in DEADLY and not (spared and number == signal.SIGINT):
+                if number in told:
+                    change = spared.update if number in (SPARE_SIGINT, SPARE_BOTH) else spared.difference_update
+                    change(told[number])
+                    for signal_number in told[number]:
+                        since.pop(signal_number, None)
+                elif number in DEADLY and number not in spared:
                     since.setdefault(number, time.monotonic())
         elif ordered:
             kill()

@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -92,7 +92,8 @@ class Engine:
             raise RequestError(f"cache_salt must be a text, not {type(cache_salt).__name__}")
         with self._exclusive():
             seq_ids = [next(self._seq_ids) for _ in range(params.n)]
-            family = _sequences(seq_ids, ids, params, None if keep_hidden else self.model.tokenizer)
+            tokenizer = None if keep_hidden else self.model.tokenizer
+            family = _sequences(seq_ids, ids, params, tokenizer, self.model.eos_token_ids)
             first = family[0]
             first.siblings = family[1:]
             first.num_hidden, first.cache_salt = hidden_from, cache_salt
@@ -276,8 +277,15 @@ class Engine:
             assert self.mailbox.left <= self.requests.keys(), "outputs of a request that has ended are still dropped"
 
 
-def _sequences(seq_ids: Sequence[int], ids: list[int], params: SamplingParams, tokenizer: Any | None) -> list[Request]:
+def _sequences(
+    seq_ids: Sequence[int],
+    ids: list[int],
+    params: SamplingParams,
+    tokenizer: Any | None,
+    eos_token_ids: Collection[int],
+) -> list[Request]:
     """The n sequences of a new request, whose id is the first of ``seq_ids``. Without a tokenizer they draw nothing."""
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     return [
         Request(
             seq_id,
@@ -285,7 +293,7 @@ def _sequences(seq_ids: Sequence[int], ids: list[int], params: SamplingParams, t
             params,
             seq_ids[0],
             index,
-            None if tokenizer is None else Sampler(params, ids, index),
+            None if tokenizer is None else Sampler(params, ids, index, ends),
             None if tokenizer is None else Detokenizer(tokenizer),
             StopStrings(params.stop),
             keep_hidden=tokenizer is None,

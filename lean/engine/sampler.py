@@ -3,7 +3,7 @@
 import hashlib
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -26,12 +26,17 @@ class Sampler:
             the vocabulary's size.
         prompt_token_ids: read with the first `scores`, not copied.
         index: index of the sequence among the prompt's n sequences.
+        ends: tokens that end the sequence; they are not drawn before min_tokens others.
     """
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], index: int = 0) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int], index: int = 0, ends: Collection[int] = ()
+    ) -> None:
         self.params = params
         self._prompt_token_ids = prompt_token_ids
         self.temperature = params.temperature or 0.0
+        self._barred = list(ends) if params.min_tokens else []
+        self._drawn = 0
         self._repetition_penalty = params.repetition_penalty or 1.0
         self._random: random.Random | None = None  # None: greedy
         self._number: float | None = None
@@ -52,8 +57,9 @@ class Sampler:
 
     @property
     def penalizes(self) -> bool:
-        """Whether there is a bias or a penalty."""
-        return bool(self.params.logit_bias) or self._repetition_penalty != 1 or self._counts is not None
+        """Whether there is a bias or a penalty, or a token that must not be drawn now."""
+        changed = bool(self.params.logit_bias) or self._repetition_penalty != 1 or self._counts is not None
+        return changed or bool(self._barred)
 
     @property
     def number(self) -> float:
@@ -87,11 +93,16 @@ class Sampler:
             if self._penalty is None:
                 self._penalty = torch.zeros_like(scores)
             scores -= self._penalty
+        if self._barred:
+            scores.index_fill_(0, send(self._barred, torch.long, scores.device), -torch.inf)
         return scores
 
     def record(self, token: int) -> None:
         """The token has been chosen: it counts for penalties, and the next draw gets another number."""
         self._number = None
+        self._drawn += 1
+        if self._drawn >= self.params.min_tokens:
+            self._barred = []
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None and self._penalty is not None:

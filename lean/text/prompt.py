@@ -16,7 +16,7 @@ from lean.text.template import has_template, is_utf8, template_of
 log = logging.getLogger("lean")
 
 Message = Mapping[str, str]
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool | None = None) -> list[int]:
@@ -44,7 +44,8 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool | None = None) -> list
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Token ids of a whole conversation, up to where the model's next answer begins.
 
-    Of a message, the template sees role (system, user or assistant) and content (text). The template writes the BOS.
+    Of a message, the template sees role (system, user, assistant or tool) and content (text). The template writes the
+    BOS.
 
     Raises:
         RequestError: a message of another shape, no template, a template that fails, or one that changes a content

@@ -71,7 +71,7 @@ def test_what_the_template_raises_becomes_one_line(tokenizers):
         ([*said("a"), None], "messages[1]", "not NoneType"),
         ([*said("a"), {"content": "b"}], "messages[1]", "no role"),
         ([*said("a"), {"role": "user"}], "messages[1]", "no content"),
-        ([*said("a"), {"role": "tool", "content": "b"}], "messages[1]", "'tool'"),
+        ([*said("a"), {"role": "critic", "content": "b"}], "messages[1]", "'critic'"),
         ([*said("a"), {"role": ["x\ny" * 99], "content": "b"}], "messages[1]", "..."),
         ([{"role": None, "content": "b"}], "messages[0]", "None"),
         ([*said("a", "b"), {"role": "user", "content": None}], "messages[2]", "not NoneType"),

@@ -1,0 +1,285 @@
+"""From the body of a request to token ids and sampling parameters, in threads beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lean.config import DEFAULT_CHAT_MAX_TOKENS
+from lean.errors import RequestError
+from lean.options import SAMPLING_KEYS
+from lean.sampling_params import SamplingParams
+from lean.server.config import ServerConfig
+from lean.server.errors import ApiError, bad_field, refused
+from lean.server.fields import MOST_INT, is_ids
+from lean.server.messages import turns_of
+from lean.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    read_body,
+    unknown_fields,
+)
+from lean.text.prompt import encode_chat, token_ids
+from lean.text.template import has_template
+
+if TYPE_CHECKING:
+    from lean.llm import LLM
+
+NUM_THREADS = 2
+TOO_LONG = "context_length_exceeded"
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that the engine can take.
+
+    Attributes:
+        prompts: token ids of each prompt. texts: the prompts as text, for echo; else empty.
+        prompt_report: most likely tokens that ``prompt_logprobs`` reports; None: it is not asked for.
+        echo: the answer begins with the prompt. no_answer: it has nothing else (max_tokens 0).
+        stream, include_usage, usage_in_chunks: how the answer is sent.
+        unknown: fields of the request that nobody knows.
+    """
+
+    chat: bool
+    model: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    texts: tuple[str, ...] = ()
+    prompt_report: int | None = None
+    echo: bool = False
+    no_answer: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    usage_in_chunks: bool = False
+    unknown: int = 0
+
+
+class Preparer:
+    """Reads requests for one model. Each thread has a tokenizer of its own: a shared one can be busy.
+
+    Args:
+        names: what the model is called in the API; the first is the name in answers.
+        defaults: of fields that a request leaves out; None as max_tokens of chats: `DEFAULT_CHAT_MAX_TOKENS`.
+        chat_max_tokens: default of max_tokens in chats.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        config: ServerConfig,
+        names: tuple[str, ...],
+        defaults: SamplingParams,
+        chat_max_tokens: int = DEFAULT_CHAT_MAX_TOKENS,
+    ) -> None:
+        self.config, self.names, self.defaults, self.chat_max_tokens = config, names, defaults, chat_max_tokens
+        model = llm.model
+        self.max_model_len, self.max_num_seqs = llm.size.max_model_len, llm.config.max_num_seqs
+        self.vocab_size, self.token_limit = model.vocab_size, model.token_limit
+        self.has_template = has_template(model.tokenizer)
+        self._copies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for _ in range(NUM_THREADS):
+            self._copies.put(copy.deepcopy(model.tokenizer))
+        self._own = threading.local()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "lean-prepare", self._begin)
+
+    def _begin(self) -> None:
+        self._own.tokenizer = self._copies.get()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the calling thread of the pool."""
+        return self._own.tokenizer
+
+    async def run(self, call: Callable[..., R], *arguments: object) -> R:
+        """Call a method of this object in a thread of the pool."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+
+    def close(self) -> None:
+        """End the threads; those that compute end when they are done."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # --- in a thread of the pool ---
+
+    def chat(self, body: bytes) -> Prepared:
+        """Body of /v1/chat/completions."""
+        request = read_body(ChatRequest, body)
+        prepared = self._common(request, chat=True)
+        report = request.top_logprobs or 0
+        if request.top_logprobs is not None and not request.logprobs:
+            raise bad_field("top_logprobs", "needs logprobs: true")
+        self._bound("top_logprobs", report, self.config.max_logprobs)
+        params = replace(prepared.params, logprobs=report if request.logprobs else None)
+        ids = self._chat_ids(request)
+        self._check_prompts([ids], "messages")
+        return replace(prepared, prompts=[ids], params=params)
+
+    def completion(self, body: bytes) -> Prepared:
+        """Body of /v1/completions."""
+        request = read_body(CompletionRequest, body)
+        prepared = self._common(request, chat=False)
+        self._bound("logprobs", request.logprobs or 0, self.config.max_logprobs)
+        given = request.prompt
+        single = isinstance(given, str) or is_ids(given)
+        items = [given] if single else given
+        self._bound("prompt", len(items), self.config.max_prompts, "prompts")
+        special = True if request.add_special_tokens is None else request.add_special_tokens
+        ids = [self._text_ids(item, special, "prompt") if isinstance(item, str) else item for item in items]
+        self._check_prompts(ids, "prompt")
+        echo = bool(request.echo)
+        texts = tuple(item if isinstance(item, str) else self.tokenizer.decode(item) for item in items) if echo else ()
+        measured = prepared.params.prompt_logprobs
+        if echo and request.logprobs is not None:
+            measured = max(request.logprobs, measured or 0)
+        params = replace(prepared.params, logprobs=request.logprobs, prompt_logprobs=measured)
+        return replace(prepared, prompts=ids, params=params, texts=texts, echo=echo)
+
+    def tokenize(self, body: bytes) -> dict[str, Any]:
+        """Body of /tokenize, and its answer."""
+        request = read_body(TokenizeRequest, body)
+        unknown_fields(request)
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise bad_field("prompt", "or messages must be given, not both")
+        if request.prompt is not None:
+            special = True if request.add_special_tokens is None else request.add_special_tokens
+            ids = self._text_ids(request.prompt, special, "prompt")
+        else:
+            ids = self._chat_ids(request)
+        names = self.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}
+
+    def detokenize(self, body: bytes) -> dict[str, Any]:
+        """Body of /detokenize, and its answer."""
+        request = read_body(DetokenizeRequest, body)
+        unknown_fields(request)
+        self.check_model(request.model)
+        if request.tokens is None:
+            raise bad_field("tokens", "is missing")
+        self._check_ids(request.tokens, "tokens", self.vocab_size)
+        return {"prompt": self.tokenizer.decode(request.tokens)}
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ApiError for a model that is not served."""
+        if not name:
+            return self.names[0]
+        if name not in self.names:
+            raise ApiError(
+                404, "this server has no model of that name; GET /v1/models lists its names", "model", "model_not_found"
+            )
+        return name
+
+    # --- parts ---
+
+    def _bound(self, name: str, value: int, most: int, what: str = "") -> None:
+        if value > most:
+            has = f"has {value} {what}: this server takes" if what else "is too large: this server takes"
+            raise bad_field(name, f"{has} at most {most}")
+
+    def _common(self, request: GenerationRequest, chat: bool) -> Prepared:
+        unknown = unknown_fields(request)
+        model = self.check_model(request.model)
+        options = request.stream_options
+        if options is not None and not request.stream:
+            raise bad_field("stream_options", "needs stream: true")
+        return Prepared(
+            chat,
+            model,
+            [],
+            self._params(request, chat),
+            prompt_report=request.prompt_logprobs,
+            no_answer=self._most_tokens(request) == 0,
+            stream=bool(request.stream),
+            include_usage=bool(options and options.include_usage),
+            usage_in_chunks=bool(options and options.continuous_usage_stats),
+            unknown=unknown,
+        )
+
+    @staticmethod
+    def _most_tokens(request: GenerationRequest) -> int | None:
+        newer = getattr(request, "max_completion_tokens", None)
+        return request.max_tokens if newer is None else newer
+
+    def _params(self, request: GenerationRequest, chat: bool) -> SamplingParams:
+        """The defaults, and what the request says."""
+        self._check_bounds(request, chat)
+        given = {key: getattr(request, key, None) for key in SAMPLING_KEYS if key not in ("logprobs", "max_tokens")}
+        if given["top_k"] == -1:  # vLLM's way to turn it off
+            given["top_k"] = 0
+        if request.seed is not None and request.seed < 0:
+            given["seed"] = None if request.seed == -1 else request.seed & MOST_INT  # -1 asks for a random one
+        most = self._most_tokens(request)
+        default = self.chat_max_tokens if chat else self.defaults.max_tokens
+        given["max_tokens"] = default if most is None else max(1, most)
+        if request.min_tokens is not None and most is None:
+            given["max_tokens"] = max(default, request.min_tokens)
+        try:
+            return replace(self.defaults, **{key: value for key, value in given.items() if value is not None})
+        except RequestError as error:
+            field, _, rest = str(error).partition(" ")
+            name = field.replace("-", "_")
+            raise bad_field(name, rest) if name in SAMPLING_KEYS else refused(error) from None
+
+    def _check_bounds(self, request: GenerationRequest, chat: bool) -> None:
+        config = self.config
+        self._bound("n", request.n or 1, min(config.max_n, self.max_num_seqs))
+        if self._most_tokens(request) == 0 and not getattr(request, "echo", None):
+            raise bad_field("max_tokens", "must be at least 1, or 0 with echo")
+        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        self._bound("stop", len(stop), config.max_stop_strings, "strings")
+        self._bound("stop", max(map(len, stop), default=0), config.max_stop_length, "characters in one string")
+        self._bound("stop_token_ids", len(request.stop_token_ids or ()), config.max_stop_strings, "entries")
+        self._check_ids(request.stop_token_ids or [], "stop_token_ids", self.token_limit)
+        self._bound("logit_bias", len(request.logit_bias or ()), config.max_logit_bias, "entries")
+        self._check_bias(request.logit_bias or {})
+        self._bound("prompt_logprobs", request.prompt_logprobs or 0, config.max_logprobs)
+        if request.prompt_logprobs is not None and request.stream:
+            raise bad_field("prompt_logprobs", "cannot be combined with stream: true")
+
+    def _check_bias(self, bias: dict[str, float]) -> None:
+        for key in bias:
+            if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < self.token_limit):
+                raise bad_field("logit_bias", f"must have token ids below {self.token_limit} as keys")
+
+    def _check_ids(self, ids: list[int], name: str, limit: int) -> None:
+        if ids and max(ids) >= limit:
+            raise bad_field(name, f"must have token ids from 0 to {limit - 1}")
+
+    def _check_prompts(self, prompts: list[list[int]], name: str) -> None:
+        for ids in prompts:
+            self._check_ids(ids, name, self.vocab_size)
+            if not ids:
+                raise bad_field(name, "must not be empty")
+            if len(ids) >= self.max_model_len:
+                raise bad_field(
+                    name,
+                    f"has {len(ids)} tokens, and this server takes at most {self.max_model_len} for prompt and answer "
+                    "together",
+                    TOO_LONG,
+                )
+
+    def _chat_ids(self, request: ChatRequest | TokenizeRequest) -> list[int]:
+        if not self.has_template:
+            raise ApiError(400, "the model has no chat template: use /v1/completions", "messages")
+        turns = turns_of(request.messages or [], self.config.max_messages)
+        try:
+            return encode_chat(self.tokenizer, turns)
+        except RequestError as error:
+            raise ApiError(400, str(error).removesuffix("; try --no-chat"), "messages") from None
+
+    def _text_ids(self, text: str, special: bool, name: str) -> list[int]:
+        try:
+            return token_ids(self.tokenizer, text, add_special_tokens=special)
+        except RequestError as error:
+            raise bad_field(name, f"cannot be read: {error}") from None

@@ -1,0 +1,202 @@
+"""What bodies may hold, and how an error names its field."""
+
+import json
+
+import pytest
+
+from lean.server.errors import ApiError
+from lean.server.messages import turns_of
+from lean.server.protocol import ChatRequest, CompletionRequest, read_body, unknown_fields
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def chat(**fields):
+    return read_body(ChatRequest, json.dumps({**HI, **fields}).encode())
+
+
+def refusal(call, *arguments, **named):
+    with pytest.raises(ApiError) as caught:
+        call(*arguments, **named)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", "1"),
+        ("n", True),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", "10"),
+        ("max_tokens", 2**63),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("stop", [""]),
+        ("stop", ""),
+        ("stop", [1]),
+        ("stop", {"a": 1}),
+        ("seed", 2**63),
+        ("stream", "yes"),
+        ("logprobs", 3),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "a"),
+        ("cache_salt", ""),
+        ("cache_salt", "a/b"),
+        ("cache_salt", "x" * 129),
+        ("presence_penalty", 3),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": True}),
+        ("logit_bias", [1]),
+        ("min_tokens", -1),
+        ("messages", []),
+        ("messages", "hi"),
+        ("messages", None),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_name(field, value):
+    error = refusal(chat, **{field: value})
+    assert error.param == field
+    assert error.message.startswith(f"{field} ")
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([1], "messages[0]"),
+        ([{"content": "a"}], "messages[0].role"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content"),
+    ],
+)
+def test_a_field_inside_a_message_is_named(messages, param):
+    assert refusal(chat, messages=messages).param == param
+
+
+@pytest.mark.parametrize("field", list(ChatRequest.model_fields.keys() - {"messages"}))
+def test_null_is_the_default(field):
+    assert getattr(chat(**{field: None}), field) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"nothing", b"[]", b"3", b"null", b'"x"', b'{"messages": "\xff"}', b'{"a": NaN', b'{"a":"\\ud800"}'],
+    ids=repr,
+)
+def test_what_is_no_json_object_is_refused(body):
+    assert "the body" in refusal(read_body, ChatRequest, body).message
+
+
+def test_json_of_any_depth_is_refused_or_read():
+    for depth in (10, 1_000, 100_000):
+        deep = b"[" * depth + b"]" * depth
+        refusal(read_body, ChatRequest, b'{"messages": ' + deep + b"}")
+
+
+def test_a_body_of_many_faults_is_refused_for_the_first_one():
+    for messages in ([1] * 10_000, [{"role": 1}] * 10_000, [*HI["messages"] * 20_000]):
+        assert (refusal(chat, messages=messages).param or "").startswith("messages")
+    assert refusal(chat, logit_bias={str(index): "x" for index in range(10_000)}).param == "logit_bias"
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+def test_numbers_are_finite(number):
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "temperature": ' + number + b"}"
+    refusal(read_body, ChatRequest, body)
+
+
+@pytest.mark.parametrize("prompt", ["a", "", ["a", "b"], [1, 2], [[1], [2, 3]]], ids=str)
+def test_a_prompt_is_text_or_token_ids_or_lists_of_them(prompt):
+    assert read_body(CompletionRequest, json.dumps({"prompt": prompt}).encode()).prompt == prompt
+
+
+@pytest.mark.parametrize("prompt", [None, [], [[1], "a"], [1, "a"], [True], [1.5], {}, 3], ids=str)
+def test_other_prompts_are_refused(prompt):
+    if prompt is None:
+        assert refusal(read_body, CompletionRequest, b"{}").message == "prompt is missing"
+    else:
+        assert refusal(read_body, CompletionRequest, json.dumps({"prompt": prompt}).encode()).param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("chat_template", "{{ 1 }}"),
+        ("continue_final_message", True),
+        ("skip_special_tokens", False),
+        ("best_of", 2),
+        ("best_of", True),
+        ("grammar", "root ::= x"),
+        ("structured_outputs", {"json": {}}),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused(field, value):
+    error = refusal(unknown_fields, chat(**{field: value}))
+    assert (error.param, error.code) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", {"type": "text"}),
+        ("tools", []),
+        ("tools", None),
+        ("tool_choice", "auto"),
+        ("best_of", 1),
+        ("chat_template_kwargs", {}),
+        ("user", "me"),
+        ("metadata", {"a": "b"}),
+    ],
+)
+def test_the_same_field_with_a_value_that_changes_nothing_is_taken(field, value):
+    assert unknown_fields(chat(**{field: value})) == 0
+
+
+def test_unknown_fields_are_counted():
+    assert unknown_fields(chat(router_hint=1, another=None)) == 2
+
+
+def turns(*messages):
+    return turns_of(chat(messages=list(messages)).messages, 10)
+
+
+def test_roles_and_contents_become_what_templates_know():
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    assert turns(
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": parts, "name": "me"},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "tool", "content": "d", "tool_call_id": "1"},
+    ) == [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b\nc"},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "no"},
+        {"role": "tool", "content": "d"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "critic", "content": "a"}, "messages[0].role"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_refused_by_its_name(message, param):
+    assert refusal(turns, message).param == param
+
+
+def test_the_number_of_messages_is_bounded():
+    assert refusal(turns, *HI["messages"] * 11).param == "messages"
