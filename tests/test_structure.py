@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "engine": {"model", "store", "text", "cache", "kernels", "quant"},
     "llm": {"engine", "model", "store", "text", "cache", "kernels", "quant"},
     "eval": {"server", "llm", "engine", "model", "store", "text", "cache", "kernels", "quant"},
-    "server": {"llm", "engine", "text", "kernels", "quant"},
+    "server": {"llm", "engine", "text", "cache", "kernels", "quant"},
     "cli": {"server", "eval", "llm", "engine", "model", "store", "text", "cache", "kernels", "quant"},
     "__main__": {"cli"},  # nothing else imports cli
     "lean": {"llm", "engine", "cache"},  # lean/__init__.py

@@ -37,10 +37,10 @@ class Answer(Response):
     It watches the connection all the time: when the client leaves, the request ends after the running step.
     """
 
-    def __init__(self, service: Service, prepared: Prepared) -> None:
+    def __init__(self, service: Service, prepared: Prepared, cache_salt: str | None = None) -> None:
         super().__init__()
         self._service, self._prepared = service, prepared
-        self._job = Job(prepared.prompts, prepared.params)
+        self._job = Job(prepared.prompts, prepared.params, cache_salt)
         self._choices = [
             Choice(index, prepared, service.vocabulary) for index in range(len(prepared.prompts) * prepared.params.n)
         ]

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from lean.server.answer import Answer
 from lean.server.errors import OWN_FAULT, ApiError
-from lean.server.guard import Guard
+from lean.server.guard import Guard, cache_salt
 from lean.server.metrics import CONTENT_TYPE
 from lean.server.openapi import describe
 from lean.server.service import Phase
@@ -46,7 +46,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             service.admit(len(prepared.prompts) - 1)
             admitted = len(prepared.prompts)
             service.metrics.ignored(prepared.unknown)
-            return Answer(service, prepared)
+            return Answer(service, prepared, cache_salt(request.scope, prepared.cache_salt))
         except BaseException:
             service.release(admitted)
             raise

@@ -6,8 +6,8 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lean")
 
 OPEN = ("/health",)  # no key, any Host: for load balancers
+SALT = "lean.salt"  # in an ASGI scope: the salt of the request's key
 ALWAYS = ("/health", "/metrics", "/openapi.json")  # also while the model is loading, and at the end
 
 
@@ -28,7 +29,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
-        self._digests = [_digest(key.encode()) for key in service.config.api_key]
+        keys = [key.encode() for key in service.config.api_key]
+        self._digests = [_digest(key) for key in keys]
+        self._salts = [_digest(b"salt of the prefix cache: " + key).hex() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
@@ -57,13 +60,14 @@ class Guard:
             raise ApiError(400, f"the head of the request is larger than {config.max_header_size} bytes")
         if path not in OPEN:
             check_host(headers.get(b"host", b""), config)
-            self._check_key(headers.get(b"authorization", b""))
+            scope[SALT] = self._check_key(headers.get(b"authorization", b""))
         if path not in ALWAYS:
             self._service.check_phase()
 
-    def _check_key(self, header: bytes) -> None:
+    def _check_key(self, header: bytes) -> str | None:
+        """The salt of the key; None where the server has no keys. Raises ApiError for another key, or none."""
         if not self._digests:
-            return
+            return None
         scheme, _, key = header.partition(b" ")
         given = _digest(key.strip())
         # All of them: the time says nothing about which one it is.
@@ -71,6 +75,13 @@ class Guard:
         if scheme.lower() != b"bearer" or not any(known):
             message = "the key is not valid" if header else "a key is needed: send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key")
+        return next(salt for salt, is_given in zip(self._salts, known) if is_given)
+
+
+def cache_salt(scope: MutableMapping[str, Any], own: str | None) -> str | None:
+    """With whom a request shares the prefix cache: those with the same key and the same salt of their ``own``."""
+    key = scope.get(SALT)
+    return own if key is None else f"{key}/{own or ''}"
 
 
 def _digest(key: bytes) -> bytes:

@@ -17,6 +17,7 @@ from lean.errors import RequestError, one_line
 from lean.server.errors import ENGINE_FAILED, SHUTTING_DOWN, ApiError, refused
 
 if TYPE_CHECKING:
+    from lean.cache.prefix import PrefixCounts
     from lean.engine.request import RequestOutput
     from lean.llm import LLM
     from lean.sampling_params import SamplingParams
@@ -27,13 +28,17 @@ MOST_FAILURES = 3  # steps that fail one after the other before the engine is gi
 
 
 class Snapshot(NamedTuple):
-    """The engine after a step. ``blocks``: per pool, blocks in use and in all."""
+    """The engine after a step.
+
+    ``blocks``: per pool, blocks in use and in all. ``prefix``: what the prefix cache has done; None while loading.
+    """
 
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
     steps: int = 0
     blocks: tuple[tuple[int, int], ...] = ()
+    prefix: PrefixCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,8 @@ class Job:
     waits in the engine. Then `parts` gives the outputs.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        self.prompts, self.params = prompts, params
+    def __init__(self, prompts: Sequence[Sequence[int]], params: SamplingParams, cache_salt: str | None = None) -> None:
+        self.prompts, self.params, self.cache_salt = prompts, params, cache_salt
         self._open = len(prompts) * params.n  # sequences that have not ended
         self._parts: deque[Part] = deque()
         self._news = asyncio.Event()
@@ -238,7 +243,7 @@ class EngineLoop:
     def _add(self, llm: LLM, job: Job) -> None:
         try:
             for number, prompt in enumerate(job.prompts):
-                request_id = llm.add_request(prompt, job.params)
+                request_id = llm.add_request(prompt, job.params, cache_salt=job.cache_salt)
                 job.request_ids.append(request_id)
                 self._owners[request_id], self._left[request_id] = (job, number), job.params.n
         except RequestError as error:
@@ -308,4 +313,5 @@ class EngineLoop:
             scheduler.num_preemptions,
             self._steps,
             tuple((pool.num_used, pool.num_blocks) for pool in pools),
+            scheduler.prefix.counts(),
         )

@@ -96,20 +96,27 @@ class Metrics:
             family.add_metric(self._labels, value)
             return family
 
+        def counter(name: str, text: str, value: int) -> Metric:
+            family = CounterMetricFamily(name, text, labels=_LABELS)
+            family.add_metric(self._labels, value)
+            return family
+
         used = max((used / total for used, total in now.blocks if total), default=0.0)
         yield gauge("vllm:num_requests_running", "Sequences that run.", now.running)
         yield gauge("vllm:num_requests_waiting", "Requests that wait.", now.waiting)
         yield gauge(
             "vllm:kv_cache_usage_perc", "Share of the cache blocks in use, of the fullest pool; 1 is full.", used
         )
-        preemptions = CounterMetricFamily(
-            "vllm:num_preemptions", "Requests that gave their blocks back.", labels=_LABELS
-        )
-        preemptions.add_metric(self._labels, now.preemptions)
-        yield preemptions
+        yield counter("vllm:num_preemptions", "Requests that gave their blocks back.", now.preemptions)
         yield gauge("lean_steps", "Steps of the engine since its start.", now.steps)
-        if self._llm is None:
+        prefix = now.prefix
+        if prefix is None or self._llm is None:
             return
+        yield counter("vllm:prefix_cache_queries", "Prompt tokens that were looked for.", prefix.tokens_asked)
+        yield counter("vllm:prefix_cache_hits", "Prompt tokens that were found.", prefix.tokens_found)
+        yield counter("lean_prefix_cache_evictions", "Blocks whose content was forgotten.", prefix.evictions)
+        yield counter("lean_prefix_cache_tails_kept", "Ends of prefixes that were kept.", prefix.tails_kept)
+        yield counter("lean_prefix_cache_tails_used", "Prefixes that were found by such an end.", prefix.tails_used)
         labels = ("pool", "format", "exact")
         held = GaugeMetricFamily("lean_kv_pool_bytes_held", "Bytes of a pool's blocks in use.", labels=labels)
         room = GaugeMetricFamily("lean_kv_pool_bytes", "Bytes of a pool's blocks.", labels=labels)

@@ -50,6 +50,7 @@ class Prepared:
         echo: the answer begins with the prompt. no_answer: it has nothing else (max_tokens 0).
         stream, include_usage, usage_in_chunks: how the answer is sent.
         unknown: fields of the request that nobody knows.
+        cache_salt: the request's own; the key's is beside it.
     """
 
     chat: bool
@@ -64,6 +65,7 @@ class Prepared:
     include_usage: bool = False
     usage_in_chunks: bool = False
     unknown: int = 0
+    cache_salt: str | None = None
 
 
 class Preparer:
@@ -204,6 +206,7 @@ class Preparer:
             include_usage=bool(options and options.include_usage),
             usage_in_chunks=bool(options and options.continuous_usage_stats),
             unknown=unknown,
+            cache_salt=request.cache_salt,
         )
 
     @staticmethod

@@ -29,6 +29,21 @@ def test_every_key_opens_the_server(locked, key):
     assert locked.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer(key)).status_code == 200
 
 
+def test_requests_share_the_prefix_cache_only_with_those_of_the_same_key_and_salt(locked):
+    def cached(key, **salt):
+        body = {"prompt": "a prompt of more than two blocks of " * 3, "max_tokens": 1, **salt}
+        answer = locked.post("/v1/completions", body, headers=bearer(key)).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    who = [{"key": key, **salt} for key in KEYS for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "y"})]
+    assert [cached(**one) for one in who] == [0] * 6
+    assert all(cached(**one) > 0 for one in who)
+    text = locked.http.get("/metrics", headers=bearer(KEYS[0])).text
+    found = [line for line in text.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+    assert len(found) == 1
+    assert float(found[0].split()[-1]) > 0
+
+
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer first", f"Basic {KEYS[0]}", KEYS[0]])
 def test_without_a_key_nothing_but_the_health_is_shown(locked, header):
     headers = {} if header is None else {"Authorization": header}

@@ -78,7 +78,7 @@ def test_a_field_inside_a_message_is_named(messages, param):
     assert refusal(chat, messages=messages).param == param
 
 
-@pytest.mark.parametrize("field", list(ChatRequest.model_fields.keys() - {"messages"}))
+@pytest.mark.parametrize("field", sorted(ChatRequest.model_fields.keys() - {"messages"}))
 def test_null_is_the_default(field):
     assert getattr(chat(**{field: None}), field) is None
 
