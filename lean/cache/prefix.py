@@ -223,6 +223,17 @@ class PrefixCache:
             pool.keep_longer(block or NULL_BLOCK)
         self._counts.tails_kept += 1
 
+    def forget(self, seq_id: int) -> None:
+        """A sequence went wrong: nothing that it has read or written is found again, as the cause may lie there."""
+        manager = self._manager
+        if seq_id not in manager.seq_ids:
+            return
+        for index, pool in enumerate(manager.pools):
+            for block in set(manager.table(seq_id, index)) - {NULL_BLOCK}:
+                pool.forget(block)
+        if manager.slots is not None:
+            manager.slots.forget(manager.slot(seq_id))
+
     # --- the whole ---
 
     def counts(self) -> PrefixCounts:

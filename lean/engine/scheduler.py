@@ -266,6 +266,7 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         if reason == "error":
+            self.prefix.forget(request.seq_id)
             self._manager.free(request.seq_id)
         else:
             self._leave(request)

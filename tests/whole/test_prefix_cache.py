@@ -270,12 +270,25 @@ def test_a_step_that_fails_or_computes_bad_numbers_registers_nothing(model, monk
 
     wrap_part(monkeypatch, llm, "run", third_goes_wrong)
     llm.add_request(tokens(90), ask(2))
-    for known in (1, 2, 2, 3, 3):
+    for known in (1, 2, 2, 3, 0):
         try:
             llm.step()
         except ZeroDivisionError:
             assert len(calls) == 3
         assert len(manager(llm).pools[0].index) == known
     assert not scheduler(llm).has_work
-    assert llm.generate([tokens(90)], ask(2))[0].cached_tokens == 48
+    assert llm.generate([tokens(90)], ask(2))[0].cached_tokens == 0
+    nothing_left(llm)
+
+
+@torch.inference_mode()
+def test_a_block_that_went_bad_spoils_one_request_and_is_computed_again(model):
+    llm = start(model("llama"), "fp32")
+    [good] = llm.generate([tokens(90)], ask(2))
+    [arena] = llm.cache.arenas
+    arena.fill_(255)  # NaN
+    [bad] = llm.generate([tokens(90)], ask(2))
+    assert (bad.cached_tokens > 0, bad.finish_reason) == (True, "error")
+    [again] = llm.generate([tokens(90)], ask(2))
+    assert (again.cached_tokens, again.token_ids) == (0, good.token_ids)
     nothing_left(llm)
