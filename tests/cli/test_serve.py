@@ -53,6 +53,14 @@ class Client(threading.Thread):
             raise self.error
 
 
+@pytest.fixture(autouse=True)
+def _interrupts_as_in_a_shell():
+    """Background jobs ignore SIGINT, and a command leaves that as it is."""
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, kept)
+
+
 def held(service):
     """A gate that steps of the engine wait for."""
     gate, runner = threading.Event(), service.engine.llm.engine.runner
@@ -84,8 +92,7 @@ def test_a_signal_lets_running_requests_finish(lean, folder, monkeypatch, name):
         gate = held(service)
         with httpx.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True}, timeout=60) as response:
             os.kill(os.getpid(), getattr(signal, name))
-            while httpx.get(f"{url}/health", timeout=60).status_code != 503:
-                pass
+            assert any(httpx.get(f"{url}/health", timeout=60).status_code == 503 for _ in range(2000))
             seen["refused"] = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).status_code
             gate.set()
             seen["text"] = response.read().decode()
