@@ -53,12 +53,14 @@ class KVCache:
 
     def make_copies(self, manager: BlockManager) -> None:
         """Copy the blocks within their pools, and the states, that the manager wants copied before the next write."""
-        for copy in manager.copies:
+        # Each entry goes when it has been made: after an interrupt none is repeated whose source a later one overwrote.
+        while manager.copies:
+            copy = manager.copies[0]
             self.arenas[copy.pool][copy.target] = self.arenas[copy.pool][copy.source]
-        manager.copies.clear()
-        if self.states is not None:
-            self.states.copy(manager.state_copies)
-            manager.state_copies.clear()
+            del manager.copies[0]
+        while self.states is not None and manager.state_copies:
+            self.states.copy(manager.state_copies[:1])
+            del manager.state_copies[0]
 
     def _share(self, pool: int, layer: int) -> LayerPool:
         spec = self.plan.pools[pool]

@@ -167,6 +167,7 @@ class PrefixCache:
         if not hit.num_tokens:
             return
         num_blocks, tables = hit.num_tokens // self._size, []
+        self._remember(chain.hashes[:num_blocks])
         for rule, pool in zip(self._manager.rules, self._manager.pools):
             table = array("i", bytes(4 * num_blocks))  # of null blocks
             for i in self._tail(rule, num_blocks):
@@ -188,12 +189,17 @@ class PrefixCache:
             table = self._manager.table(seq_id, index)
             for i in range(first, last):
                 pool.register(table[i], chain.hashes[i])
-        if not self._unbounded:
-            for content in chain.hashes[first:last]:
-                self._known[content] = None
-                self._known.move_to_end(content)
-            while len(self._known) > MOST_KNOWN:
-                self._known.popitem(last=False)
+        self._remember(chain.hashes[first:last])
+
+    def _remember(self, hashes: list[bytes]) -> None:
+        """Where every pool is bounded: these hashes have been used last."""
+        if self._unbounded:
+            return
+        for content in hashes:
+            self._known[content] = None
+            self._known.move_to_end(content)
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
 
     def keep_tail(self, seq_id: int, chain: Chain, num_tokens: int) -> None:
         """Keep what a hit at ``num_tokens``, in full blocks, needs from the bounded pools, and the states.

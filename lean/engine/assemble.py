@@ -77,7 +77,7 @@ def with_chunk(config: EngineConfig, info: ModelInfo, device: torch.device) -> E
     if config.prefill_chunk is not None:
         return config
     large = config.window is None and may_expand(info.is_latent, device, config.deterministic)
-    return replace(config, prefill_chunk=LATENT_PREFILL_CHUNK if large else config.chunk_tokens)
+    return replace(config, prefill_chunk=LATENT_PREFILL_CHUNK) if large else config
 
 
 def _assemble(

@@ -16,11 +16,12 @@ from lean.server.errors import OWN_FAULT, ApiError
 from lean.server.guard import Guard, cache_salt
 from lean.server.metrics import CONTENT_TYPE
 from lean.server.openapi import describe
+from lean.server.prepare import Preparer
 from lean.server.service import Phase
 from lean.units import ENDLESS
 
 if TYPE_CHECKING:
-    from lean.server.prepare import Prepared, Preparer
+    from lean.server.prepare import Prepared
     from lean.server.service import Service
 
 
@@ -38,10 +39,10 @@ def make_app(service: Service) -> ASGIApp:
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     async def answer(request: Request, prepare: Callable[[Preparer, bytes], Prepared]) -> Response:
-        body = await read_body(request, service)
         service.admit()
         admitted = 1
         try:
+            body = await read_body(request, service)
             prepared = await service.preparer.run(prepare, service.preparer, body)
             service.admit(len(prepared.prompts) - 1)
             admitted = len(prepared.prompts)
@@ -54,34 +55,33 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(request, _prepare_chat)
+        return await answer(request, Preparer.chat)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue prompts of text or token ids."""
-        return await answer(request, _prepare_completion)
-
-
-def _prepare_chat(preparer: Preparer, body: bytes) -> Prepared:
-    return preparer.chat(body)
-
-
-def _prepare_completion(preparer: Preparer, body: bytes) -> Prepared:
-    return preparer.completion(body)
+        return await answer(request, Preparer.completion)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
+    async def tokens(request: Request, convert: Callable[[Preparer, bytes], Any]) -> Response:
+        service.admit()
+        try:
+            return JSONResponse(
+                await service.preparer.run(convert, service.preparer, await read_body(request, service))
+            )
+        finally:
+            service.release(1)
+
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of a conversation."""
-        body = await read_body(request, service)
-        return JSONResponse(await service.preparer.run(service.preparer.tokenize, body))
+        return await tokens(request, Preparer.tokenize)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
-        body = await read_body(request, service)
-        return JSONResponse(await service.preparer.run(service.preparer.detokenize, body))
+        return await tokens(request, Preparer.detokenize)
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:

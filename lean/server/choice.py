@@ -53,7 +53,9 @@ class Choice:
             token_ids, entries, text = [], [], ""
         self.completion_tokens += len(token_ids)
         echoed = prepared.texts[self._prompt] if first and prepared.echo else ""
-        logprobs = self._logprobs(token_ids, entries, first, len(self.text), len(echoed))
+        logprobs = None
+        if prepared.stream:
+            logprobs = self._logprobs(token_ids, entries, first, len(self.text), len(echoed))
         self._token_ids += token_ids
         self._entries += entries
         self.text += echoed + text

@@ -60,6 +60,7 @@ class Guard:
             raise ApiError(400, f"the head of the request is larger than {config.max_header_size} bytes")
         if path not in OPEN:
             check_host(headers.get(b"host", b""), config)
+            check_origin(headers.get(b"origin"), config)
             scope[SALT] = self._check_key(headers.get(b"authorization", b""))
         if path not in ALWAYS:
             self._service.check_phase()
@@ -98,6 +99,20 @@ def check_host(header: bytes, config: ServerConfig) -> None:
     name = host_name(header.decode("latin-1"))
     if not _is_allowed(name, {config.host.lower(), *(host.lower().rstrip(".") for host in config.allowed_host)}):
         raise ApiError(403, "the Host header names another host: allow it with --allowed-host", code="host_not_allowed")
+
+
+def check_origin(header: bytes | None, config: ServerConfig) -> None:
+    """Raise ApiError for a request from a page of another site: it could not read the answer, but have it computed.
+
+    Only browsers send the header.
+    """
+    if header is None or "*" in config.allowed_host:
+        return
+    name = host_name(header.decode("latin-1").rpartition("://")[2])
+    if not _is_allowed(name, {config.host.lower(), *(host.lower().rstrip(".") for host in config.allowed_host)}):
+        raise ApiError(
+            403, "a page of another site sent this: allow its host with --allowed-host", code="origin_not_allowed"
+        )
 
 
 def host_name(header: str) -> str:

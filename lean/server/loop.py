@@ -138,6 +138,7 @@ class EngineLoop:
         self._owners: dict[int, tuple[Job, int]] = {}  # the thread's: request id -> job and number of the prompt
         self._left: dict[int, int] = {}  # the thread's: request id -> sequences that have not ended
         self._queued: list[Job] = []  # the thread's: jobs without a step so far
+        self._closed: ApiError | None = None  # the event loop's: what later jobs get
         self._failures = self._steps = 0
         self.snapshot = Snapshot()
         self.llm: LLM | None = None
@@ -151,7 +152,10 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Give a job to the engine."""
+        """Give a job to the engine. It ends at once where the engine takes none any more."""
+        if self._closed is not None:
+            job.fail(self._closed)
+            return
         self._jobs.add(job)
         self._commands.put(("add", job))
 
@@ -162,7 +166,8 @@ class EngineLoop:
             self._commands.put(("cancel", job))
 
     def cancel_all(self, error: ApiError) -> None:
-        """End all jobs with an error."""
+        """End all jobs with an error, and those that come later."""
+        self._closed = error
         for job in list(self._jobs):
             self.cancel(job)
             job.fail(error)
@@ -203,6 +208,7 @@ class EngineLoop:
             self._post(self._end_all, error)
 
     def _end_all(self, error: BaseException) -> None:
+        self._closed = ApiError(500, ENGINE_FAILED)
         for job in list(self._jobs):
             self._fail(job, ApiError(500, ENGINE_FAILED))
         self._on_end(error)

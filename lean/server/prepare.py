@@ -135,7 +135,8 @@ class Preparer:
         given = request.prompt
         single = isinstance(given, str) or is_ids(given)
         items = [given] if single else given
-        self._bound("prompt", len(items), self.config.max_prompts, "prompts")
+        most = min(self.config.max_prompts, self.max_num_seqs + self.config.max_waiting)
+        self._bound("prompt", len(items), most, "prompts")
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = [self._text_ids(item, special, "prompt") if isinstance(item, str) else item for item in items]
         self._check_prompts(ids, "prompt")

@@ -131,6 +131,15 @@ def test_where_every_pool_is_bounded_old_hashes_are_forgotten(monkeypatch):
     assert desk.find([*ids(40), *ids(20, 1)]) == Hit()
 
 
+def test_where_every_pool_is_bounded_a_prefix_that_is_used_stays_known(monkeypatch):
+    monkeypatch.setattr(prefix, "MOST_KNOWN", 20)
+    desk = Desk(PoolRule(200, 20))
+    desk.run(ids(40), tails=(32,))
+    for seed in range(2, 8):
+        desk.run(ids(60, seed))
+        assert desk.run(ids(40), tails=(32,)) == Hit(32)
+
+
 def test_a_reset_forgets_everything_and_what_runs_meanwhile_registers_no_more():
     desk = Desk(FULL, RESIDUAL)
     desk.run(ids(40))

@@ -61,9 +61,18 @@ def test_the_page_of_another_site_is_refused(locked):
     assert locked.http.get("/v1/models", headers={**headers, "Host": "gpu.lan:80"}).status_code == 200
 
 
-def test_no_answer_may_be_read_by_other_sites(locked):
-    response = locked.http.get("/v1/models", headers={**bearer(KEYS[0]), "Origin": "http://evil.example"})
+@pytest.mark.parametrize("origin", ["http://evil.example", "https://evil.example:8000", "null"])
+def test_pages_of_other_sites_are_refused_and_read_nothing(locked, origin):
+    body = {"prompt": "a", "max_tokens": 1}
+    response = locked.post("/v1/completions", body, headers={**bearer(KEYS[0]), "Origin": origin})
+    assert error_of(response)[0] == 403
     assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("origin", ["http://gpu.lan", "http://localhost:3000", "http://127.0.0.1", "http://[::1]:80"])
+def test_pages_of_this_machine_and_of_allowed_hosts_are_served(locked, origin):
+    headers = {**bearer(KEYS[0]), "Origin": origin}
+    assert locked.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers).status_code == 200
 
 
 def test_a_server_that_loads_says_so(folder):

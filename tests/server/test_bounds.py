@@ -135,6 +135,7 @@ def test_a_crowd_is_told_to_come_again(folder):
             response = server.complete("a", max_tokens=1)
             assert error_of(response)[0] == 429
             assert int(response.headers["retry-after"]) > 0
+            assert error_of(server.post("/tokenize", {"prompt": "a"}))[0] == 429
             assert server.http.get("/health").status_code == 200
         finally:
             gate.set()
@@ -234,3 +235,9 @@ def test_an_engine_that_cannot_go_on_ends_the_server(folder):
                 assert server.complete("a").status_code in (500, 503)
         assert server.ended.wait(WAIT_S)
         assert isinstance(server.service.error, ZeroDivisionError)
+
+
+def test_more_prompts_than_may_ever_wait_are_refused_for_good(folder):
+    with served(loader(folder, max_num_seqs=1), max_waiting=1) as server:
+        assert error_of(server.complete(["a", "b", "c"], max_tokens=1))[:2] == (400, "prompt")
+        assert server.complete(["a", "b"], max_tokens=1).status_code == 200

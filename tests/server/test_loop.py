@@ -171,3 +171,13 @@ def test_the_end_ends_jobs_that_run(llm):
         return await rest_of(job)
 
     assert asyncio.run(main()) == 503
+
+
+def test_a_job_that_comes_after_the_end_of_all_jobs_ends_at_once(llm):
+    async def test(loop):
+        loop.cancel_all(ApiError(503, "the end"))
+        job = Job([[5, 6]], PARAMS)
+        loop.submit(job)
+        return await rest_of(job)
+
+    assert in_loop(llm, test) == 503
