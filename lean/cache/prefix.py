@@ -95,6 +95,7 @@ class PrefixCache:
         pools = list(zip(manager.rules, manager.pools))
         self._unbounded = [pool for rule, pool in pools if not rule.bounded]
         self._bounded = [(rule, pool) for rule, pool in pools if rule.bounded]
+        self._everything = [*manager.pools, *([] if manager.slots is None else [manager.slots])]
         self._known: OrderedDict[bytes, None] = OrderedDict()  # only where every pool is bounded
         self._epoch = 0
         self._counts = PrefixCounts()
@@ -244,12 +245,11 @@ class PrefixCache:
 
     def counts(self) -> PrefixCounts:
         """What has been done until now."""
-        pools = [*self._manager.pools, *([] if self._manager.slots is None else [self._manager.slots])]
-        return replace(self._counts, evictions=sum(pool.num_evictions for pool in pools))
+        return replace(self._counts, evictions=sum(pool.num_evictions for pool in self._everything))
 
     def reset(self) -> None:
         """Forget all content. Sequences that hold blocks keep them, and register no more."""
         self._epoch += 1
         self._known.clear()
-        for pool in [*self._manager.pools, *([] if self._manager.slots is None else [self._manager.slots])]:
+        for pool in self._everything:
             pool.forget_all()

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-from collections.abc import Collection, MutableMapping
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -94,10 +94,7 @@ def check_host(header: bytes, config: ServerConfig) -> None:
 
     A page of another site can point its own name at this machine (DNS rebinding), but then the Host is that name.
     """
-    if not header or "*" in config.allowed_host:
-        return
-    name = host_name(header.decode("latin-1"))
-    if not _is_allowed(name, {config.host.lower(), *(host.lower().rstrip(".") for host in config.allowed_host)}):
+    if header and not _is_allowed(header.decode("latin-1"), config):
         raise ApiError(403, "the Host header names another host: allow it with --allowed-host", code="host_not_allowed")
 
 
@@ -106,10 +103,7 @@ def check_origin(header: bytes | None, config: ServerConfig) -> None:
 
     Only browsers send the header.
     """
-    if header is None or "*" in config.allowed_host:
-        return
-    name = host_name(header.decode("latin-1").rpartition("://")[2])
-    if not _is_allowed(name, {config.host.lower(), *(host.lower().rstrip(".") for host in config.allowed_host)}):
+    if header is not None and not _is_allowed(header.decode("latin-1").rpartition("://")[2], config):
         raise ApiError(
             403, "a page of another site sent this: allow its host with --allowed-host", code="origin_not_allowed"
         )
@@ -123,11 +117,16 @@ def host_name(header: str) -> str:
     return text.rpartition(":")[0].rstrip(".") if ":" in text else text.rstrip(".")
 
 
-def _is_allowed(name: str, allowed: Collection[str]) -> bool:
+def _is_allowed(header: str, config: ServerConfig) -> bool:
+    """Whether a Host header, or an Origin without its scheme, names this machine or an allowed host."""
+    if "*" in config.allowed_host:
+        return True
+    name = host_name(header)
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return name == "localhost" or name.endswith(".localhost") or name in allowed
+        allowed = {"localhost", config.host.lower(), *(host.lower().rstrip(".") for host in config.allowed_host)}
+        return name.endswith(".localhost") or name in allowed
     return True
 
 

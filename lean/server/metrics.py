@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -91,16 +92,12 @@ class Metrics:
         """Gauges of the engine's last step."""
         now = self._snapshot()
 
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(name, text, labels=_LABELS)
+        def sample(kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float) -> Metric:
+            family = kind(name, text, labels=_LABELS)
             family.add_metric(self._labels, value)
             return family
 
-        def counter(name: str, text: str, value: int) -> Metric:
-            family = CounterMetricFamily(name, text, labels=_LABELS)
-            family.add_metric(self._labels, value)
-            return family
-
+        gauge, counter = partial(sample, GaugeMetricFamily), partial(sample, CounterMetricFamily)
         used = max((used / total for used, total in now.blocks if total), default=0.0)
         yield gauge("vllm:num_requests_running", "Sequences that run.", now.running)
         yield gauge("vllm:num_requests_waiting", "Requests that wait.", now.waiting)

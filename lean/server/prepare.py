@@ -88,6 +88,7 @@ class Preparer:
         self.config, self.names, self.defaults, self.chat_max_tokens = config, names, defaults, chat_max_tokens
         model = llm.model
         self.max_model_len, self.max_num_seqs = llm.size.max_model_len, llm.config.max_num_seqs
+        self.max_in_flight = self.max_num_seqs + config.max_waiting  # prompts that run and wait
         self.vocab_size, self.token_limit = model.vocab_size, model.token_limit
         self.has_template = has_template(model.tokenizer)
         self._copies: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -135,8 +136,7 @@ class Preparer:
         given = request.prompt
         single = isinstance(given, str) or is_ids(given)
         items = [given] if single else given
-        most = min(self.config.max_prompts, self.max_num_seqs + self.config.max_waiting)
-        self._bound("prompt", len(items), most, "prompts")
+        self._bound("prompt", len(items), min(self.config.max_prompts, self.max_in_flight), "prompts")
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = [self._text_ids(item, special, "prompt") if isinstance(item, str) else item for item in items]
         self._check_prompts(ids, "prompt")

@@ -143,8 +143,7 @@ class Service:
 
     def admit(self, prompts: int = 1) -> None:
         """Count prompts that came. Raises ApiError (429) where too many wait already."""
-        most = self.preparer.max_num_seqs + self.config.max_waiting
-        if self.in_flight + prompts > most:
+        if self.in_flight + prompts > self.preparer.max_in_flight:
             raise ApiError(429, f"the server has {self.in_flight} requests already: try again later", code="overloaded")
         self.in_flight += prompts
         self._idle.clear()
