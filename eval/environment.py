@@ -4,8 +4,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from lean.config import EngineConfig
 from lean.device import choose_device
 from lean.errors import ConfigError
 from lean.kernels.serving import backend
+from lean.machine.processor import cpu_name
 from lean.store.source import ModelSource
 from lean.threads import fit_threads
 
@@ -35,7 +34,7 @@ def environment(base: EngineConfig) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "transformers": importlib.metadata.version("transformers"),
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpus": os.cpu_count(),
         "threads": base.threads or _threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -46,14 +45,6 @@ def environment(base: EngineConfig) -> dict[str, Any]:
 def _threads() -> int:
     fit_threads()
     return torch.get_num_threads()
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def weights_stamp(source: ModelSource) -> str:

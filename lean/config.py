@@ -16,6 +16,7 @@ DEFAULT_SINKS = 4
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CHAT_MAX_TOKENS = 1024
 DEFAULT_STEP_TOKENS = 512
+DEFAULT_PREFIX_CACHE_SIZE = 10 * 2**30  # bytes on disk
 LATENT_PREFILL_CHUNK = 2048  # expanding the vectors in the cache for every chunk (`lean.model.expansion`) costs less
 QUANTIZATIONS = ("bnb-4bit", "bnb-8bit")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
@@ -28,6 +29,7 @@ _RANGES = {  # least and most of every option that is a number; block_size is on
     "num_blocks": (1, _MOST),
     "kv_memory": (1, MOST_BYTES),
     "prefix_tail_memory": (0, MOST_BYTES),
+    "prefix_cache_size": (1, MOST_BYTES),
     "max_model_len": (1, _MOST),
     "prefill_chunk": (1, _MOST),
     "max_num_seqs": (1, _MOST),
@@ -66,6 +68,8 @@ class EngineConfig:
             bits as computing them where ``deterministic`` is set.
         prefix_tail_memory: bytes, within those of the cache, for the ends of prefixes in pools with a window
             (`lean.cache.prefix`); None: 1/8 of the cache, at most 64 of them.
+        prefix_cache_dir: a folder that keeps the prefix cache on disk, across restarts and for other processes.
+        prefix_cache_size: most bytes of its files; None: 10 GiB.
         max_model_len: longest sequence, prompt and answer together; None: the model's maximum, unlimited under a
             window.
         prefill_chunk: most prompt tokens of one sequence in one step; None: 512, or 2,048 where latent attention (MLA)
@@ -97,6 +101,8 @@ class EngineConfig:
     kv_memory: int | None = None
     prefix_cache: bool = True
     prefix_tail_memory: int | None = None
+    prefix_cache_dir: str | None = None
+    prefix_cache_size: int | None = None
     max_model_len: int | None = None
     prefill_chunk: int | None = None
     max_num_seqs: int = 8
@@ -144,6 +150,12 @@ class EngineConfig:
             raise ConfigError("num-blocks and kv-memory both set the size of the cache: give one of them")
         if self.prefix_tail_memory and not self.prefix_cache:
             raise ConfigError("prefix-tail-memory has no effect without the prefix cache: remove it")
+        if self.prefix_cache_dir is not None and not self.prefix_cache:
+            raise ConfigError("prefix-cache-dir has no effect without the prefix cache: remove it")
+        if self.prefix_cache_dir == "":
+            refuse("prefix_cache_dir", "must name a folder")
+        if self.prefix_cache_size is not None and self.prefix_cache_dir is None:
+            raise ConfigError("prefix-cache-size has no effect without prefix-cache-dir: give that, or remove it")
 
     @property
     def step_tokens(self) -> int:

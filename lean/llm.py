@@ -184,6 +184,13 @@ class LLM:
         """Forget what the cache holds of earlier requests; see `lean.engine.engine.Engine.reset_prefix_cache`."""
         self.engine.reset_prefix_cache()
 
+    def close(self) -> None:
+        """Finish writing to the prefix cache on disk, for at most 30 seconds, and stop using it.
+
+        Happens by itself where the process ends.
+        """
+        self.engine.scheduler.close()
+
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or deliver anything."""

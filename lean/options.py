@@ -34,7 +34,7 @@ class Options:
         values: dict[str, Any] = {}
         for layer in layers:
             values |= layer
-        for key in ("kv_memory", "prefix_tail_memory"):
+        for key in ("kv_memory", "prefix_tail_memory", "prefix_cache_size"):
             if isinstance(values.get(key), str):
                 values[key] = parse_size(values[key])
         model = values.get("model")

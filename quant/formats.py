@@ -6,6 +6,8 @@ A format is data. Pool sizes, reports and kernel strides all read their byte cou
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+CODEC_VERSION = 1  # what the bytes of a block mean; another number where any format stores other bytes for a vector
+
 
 class Kind(IntEnum):
     """How a code is turned into a number."""

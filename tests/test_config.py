@@ -61,6 +61,8 @@ def test_a_text_that_is_not_a_size_is_refused(text):
         "num_blocks": (0, -1),
         "kv_memory": (0, -1),
         "prefix_tail_memory": (-1,),
+        "prefix_cache_dir": ("", 5),
+        "prefix_cache_size": (0, -1),
         "max_model_len": (0, -5),
         "prefill_chunk": (0, -1),
         "max_num_seqs": (0, -1),
@@ -92,6 +94,11 @@ def test_two_sizes_of_the_cache_are_refused():
 def test_memory_for_tails_needs_the_prefix_cache():
     assert "prefix-tail-memory" in refusal(EngineConfig, prefix_cache=False, prefix_tail_memory=1)
     EngineConfig(prefix_cache=False, prefix_tail_memory=0)
+
+
+def test_a_folder_needs_the_prefix_cache_and_its_size_a_folder():
+    assert "prefix-cache-dir" in refusal(EngineConfig, prefix_cache=False, prefix_cache_dir="x")
+    assert "prefix-cache-size" in refusal(EngineConfig, prefix_cache_size=5)
 
 
 def test_every_default_is_accepted_and_frozen():
@@ -188,9 +195,9 @@ def test_the_threads_asked_for_are_used(llm):
 )
 def test_a_number_beyond_every_machine_is_refused_with_the_range(value):
     counts = [item.name for item in fields(EngineConfig) if "int" in str(item.type).split(" | ")]
-    assert len(counts) == 12
+    assert len(counts) == 13
     for field in counts:
-        if field in ("kv_memory", "prefix_tail_memory") and value < 2**62:
+        if field in ("kv_memory", "prefix_tail_memory", "prefix_cache_size") and value < 2**62:
             continue
         message = refusal(EngineConfig, **{field: value})
         assert field.replace("_", "-") in message

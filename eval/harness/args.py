@@ -47,7 +47,7 @@ def engine_config(args: Mapping[str, Any]) -> EngineConfig:
             return None
         if "str" in kinds[name]:
             return text
-        if name in ("kv_memory", "prefix_tail_memory") and isinstance(value, str):
+        if name in ("kv_memory", "prefix_tail_memory", "prefix_cache_size") and isinstance(value, str):
             return parse_size(value)
         if "bool" in kinds[name]:
             return {"true": True, "false": False}.get(text.lower(), value)

@@ -122,6 +122,10 @@ class BlockPool:
                 self._free_tails[block] = None
             self.tails.add(block)
 
+    def touch(self, block: int) -> None:
+        """A free block with a hash is taken after the others of its queue."""
+        self._queue(block).move_to_end(block)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is in use or in one queue, and the index names what has a hash."""
         free = set(self._free) | set(self._free_tails)

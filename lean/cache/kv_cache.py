@@ -62,6 +62,26 @@ class KVCache:
             self.states.copy(manager.state_copies[:1])
             del manager.state_copies[0]
 
+    @property
+    def block_bytes(self) -> list[int]:
+        """Bytes of a block by pool; states are the last pool."""
+        return [arena.shape[1] for arena in self.arenas] + ([self.states.slot_bytes] if self.states else [])
+
+    def read_blocks(self, pool: int, blocks: Sequence[int]) -> torch.Tensor:
+        """A copy of blocks of a pool: uint8 [blocks, bytes of a block] on the CPU."""
+        if pool == len(self.arenas) and self.states is not None:
+            return self.states.read_slots(blocks)
+        arena = self.arenas[pool]
+        return arena.index_select(0, torch.tensor(blocks, device=arena.device)).cpu()
+
+    def write_blocks(self, pool: int, blocks: Sequence[int], rows: torch.Tensor) -> None:
+        """Write what `read_blocks` gave into blocks of a pool."""
+        if pool == len(self.arenas) and self.states is not None:
+            self.states.write_slots(blocks, rows)
+            return
+        arena = self.arenas[pool]
+        arena.index_copy_(0, torch.tensor(blocks, device=arena.device), rows.to(arena.device))
+
     def _share(self, pool: int, layer: int) -> LayerPool:
         spec = self.plan.pools[pool]
         return LayerPool(self.arenas[pool], spec.layouts[spec.layers.index(layer)], spec.offset(layer))

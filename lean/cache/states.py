@@ -82,6 +82,23 @@ class StateCache:
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self._states.values())
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all states of one sequence."""
+        return sum(state[0].nbytes for state in self._states.values())
+
+    def read_slots(self, slots: Sequence[int]) -> torch.Tensor:
+        """A copy of all states of some slots: uint8 [slots, slot_bytes] on the CPU."""
+        rows = [state[list(slots)].cpu().reshape(len(slots), -1).view(torch.uint8) for state in self._states.values()]
+        return torch.cat(rows, dim=1)
+
+    def write_slots(self, slots: Sequence[int], rows: torch.Tensor) -> None:
+        """Write what `read_slots` gave into slots."""
+        sizes = [state[0].nbytes for state in self._states.values()]
+        for state, part in zip(self._states.values(), rows.split(sizes, dim=1)):
+            values = part.contiguous().view(state.dtype).reshape(len(slots), *state.shape[1:])
+            state[list(slots)] = values.to(state.device)
+
     def copy(self, copies: Iterable[StateCopy]) -> None:
         """Copy the states of sequences, in order."""
         for copy in copies:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lean.cache.block_manager import BlockManager
+from lean.cache.disk_queues import DiskCounts
 from lean.cache.plan import CachePlan
 from lean.cache.prefix import PrefixCache, PrefixCounts
 
@@ -31,6 +32,7 @@ class CacheUse:
     ``bytes_held`` counts the blocks in use, exact pools included, and the states. ``bytes_if_bf16`` is for the same
     tokens in bf16, without rounding to blocks, and the same states. ``state_bytes``: of the states alone.
     ``bytes_cached``: of free blocks that the prefix cache knows. ``prefix``: its counts; None in a peak.
+    ``disk``: the counts of its disk tier; None without one.
     """
 
     tokens_held: int
@@ -40,6 +42,7 @@ class CacheUse:
     state_bytes: int = 0
     bytes_cached: int = 0
     prefix: PrefixCounts | None = None
+    disk: DiskCounts | None = None
 
 
 class Occupancy(NamedTuple):

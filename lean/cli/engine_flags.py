@@ -139,6 +139,18 @@ def _cache_flags(
             metavar="SIZE",
         ),
     ] = None,
+    block_size: Annotated[
+        int, typer.Option(help=f"Number of tokens per cache block: {', '.join(map(str, BLOCK_SIZES))}.")
+    ] = _DEFAULT.block_size,
+    num_blocks: Annotated[
+        int | None, option("Number of cache blocks, in place of --kv-memory.", "computed from --kv-memory")
+    ] = None,
+) -> None:
+    """A signature only: fields of EngineConfig."""
+
+
+@flag_group("Prefix cache")
+def _prefix_flags(
     prefix_cache: Annotated[
         bool,
         typer.Option(
@@ -156,11 +168,16 @@ def _cache_flags(
             metavar="SIZE",
         ),
     ] = None,
-    block_size: Annotated[
-        int, typer.Option(help=f"Number of tokens per cache block: {', '.join(map(str, BLOCK_SIZES))}.")
-    ] = _DEFAULT.block_size,
-    num_blocks: Annotated[
-        int | None, option("Number of cache blocks, in place of --kv-memory.", "computed from --kv-memory")
+    prefix_cache_dir: Annotated[
+        str | None,
+        option(
+            "Keep the prefix cache in this folder, too: it is found again after a restart, and by other processes.",
+            "none",
+            metavar="DIR",
+        ),
+    ] = None,
+    prefix_cache_size: Annotated[
+        str | None, option("Largest size of the files in --prefix-cache-dir, e.g. 20GiB.", "10GiB", metavar="SIZE")
     ] = None,
 ) -> None:
     """A signature only: fields of EngineConfig."""
@@ -248,4 +265,4 @@ def _file_flags(
 
 def engine_flags(command: Command) -> Command:
     """Add the flags of an engine and its cache to a command, and --config and --print-config."""
-    return _file_flags(_device_flags(_cache_flags(command)))
+    return _file_flags(_device_flags(_prefix_flags(_cache_flags(command))))

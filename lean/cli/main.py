@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lean.cli import bench, evaluate
+from lean.cli import bench, cache, evaluate
 from lean.cli import bench_serve as _bench_serve  # noqa: F401  adds its command to `bench.app`
 from lean.cli import evaluate_tasks as _evaluate_tasks  # noqa: F401  adds its commands to `evaluate.app`
 from lean.cli import evaluate_text as _evaluate_text  # noqa: F401
@@ -27,6 +27,7 @@ app.command()(serve)
 app.add_typer(evaluate.app, name="eval")
 app.command()(sweep)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 for _command in (pull, models, rm, info):
     app.command()(_command)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,16 +12,18 @@ from typing import Any
 import torch
 
 from lean.cache.advice import what_fits
+from lean.cache.disk_tier import DiskTier
 from lean.cache.usage import CacheUse, cache_use, occupancy, with_prefix
 from lean.device import free_bytes
 from lean.engine.assemble import room
+from lean.engine.entrance import PromptTooLong
 from lean.engine.mailbox import Mailbox
 from lean.engine.outputs import next_output, tokenless_output
 from lean.engine.parts import Parts
 from lean.engine.request import FinishReason, Request, RequestOutput, read_token_ids
 from lean.engine.runner import StepResult
 from lean.engine.sampler import Sampler
-from lean.engine.scheduler import Chunk, PromptTooLong, Scheduler
+from lean.engine.scheduler import Chunk, Scheduler
 from lean.errors import RequestError
 from lean.sampling_params import SamplingParams
 from lean.text.detokenizer import Detokenizer
@@ -43,6 +46,8 @@ class Engine:
         self.parts = parts
         self.config, self.model, self.runner, self.manager = parts.config, parts.model, parts.runner, parts.manager
         self.scheduler = Scheduler(parts.config, parts.manager, parts.size)
+        if parts.disk_folder is not None:
+            self.scheduler.disk = DiskTier(parts.disk_folder, self.scheduler.prefix, parts.cache, parts.manager)
         self.peak = occupancy(self.manager)
         self._steps = 0
         self._seq_ids = itertools.count()
@@ -135,11 +140,15 @@ class Engine:
         if not chunks:
             return
         self._steps += 1
+        started = time.perf_counter()
         try:
             result = self.runner.execute(chunks)
         except BaseException:
             self.scheduler.take_back(chunks)  # nothing but blocks has been taken: the step can be run again
             raise
+        if self.scheduler.disk is not None:
+            rows = [chunk.end - chunk.start for chunk in chunks]
+            self.scheduler.disk.computed(sum(n for n in rows if n > 1), time.perf_counter() - started)
         self._commit(chunks, result)
 
     def _commit(self, chunks: Sequence[Chunk], result: StepResult) -> None:
@@ -223,9 +232,12 @@ class Engine:
         self._abort_if_free()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the blocks of the cache hold: no later request begins with what was computed until now."""
+        """Forget what was computed until now: no later request begins with it.
+
+        In the folder on disk, too, what engines of this kind have kept.
+        """
         with self._exclusive():
-            self.scheduler.prefix.reset()
+            self.scheduler.reset_prefix_cache()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -258,7 +270,9 @@ class Engine:
     def stats(self) -> CacheUse:
         """What the cache holds now."""
         use = cache_use(self.parts.plan, self.manager, occupancy(self.manager))
-        return with_prefix(use, self.parts.plan, self.manager, self.scheduler.prefix)
+        use = with_prefix(use, self.parts.plan, self.manager, self.scheduler.prefix)
+        disk = self.scheduler.disk
+        return use if disk is None else replace(use, disk=disk.counts())
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless requests, scheduler and blocks agree with each other.

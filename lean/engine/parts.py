@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from lean.cache.block_manager import BlockManager
+from lean.cache.disk_folder import EngineFolder
 from lean.cache.kv_cache import KVCache
 from lean.cache.plan import CachePlan
 from lean.cache.size import CacheSize
@@ -21,6 +22,7 @@ class Parts:
         kernel_name: the kernels that serve attention.
         notes: lines that the user should see.
         working_bytes: memory that is kept free for steps beside the cache.
+        disk_folder: where the prefix cache is kept on disk; None: nowhere.
         cuda_graphs: whether decode steps are recorded. graph_bytes: memory that the records take.
     """
 
@@ -34,6 +36,7 @@ class Parts:
     kernel_name: str
     notes: list[str] = field(default_factory=list)
     working_bytes: int = 0
+    disk_folder: EngineFolder | None = None
     cuda_graphs: bool = False
     graph_bytes: int = 0
 

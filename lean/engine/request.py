@@ -16,7 +16,8 @@ from lean.text.detokenizer import Detokenizer
 from lean.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from lean.cache.prefix import Chain
+    from lean.cache.chain import Chain
+    from lean.cache.disk_queues import Reading
     from lean.engine.logprobs import TokenLogprob
     from lean.engine.sampler import Sampler
 
@@ -63,6 +64,7 @@ class Request:
         siblings: the other sequences of the request; they start as forks when the prompt has been computed.
         cache_salt: only requests with the same salt share K/V; None: those without one.
         chain: the hashes of the sequence's blocks. branch: where a tail should be kept, see `lean.cache.prefix`.
+        reading: its prefix is being read from the disk. asked_disk: the disk has been asked for its prefix.
         num_computed_tokens: tokens whose K/V are in the cache.
         num_cached_tokens: how many of these were found in the cache when the request first ran; None before.
         prompt_logprobs: of the prompt's tokens so far, None for the first; empty where not requested.
@@ -81,6 +83,8 @@ class Request:
     cache_salt: str | None = None
     chain: Chain | None = None
     branch: int = 0
+    reading: Reading | None = None
+    asked_disk: bool = False
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None

@@ -3,27 +3,22 @@
 Requests run and wait in order of arrival. A request begins with the longest prefix that the prefix cache has of it.
 When a pool has no free block, the youngest running request is preempted: its blocks are freed, and it waits before all
 others to begin again. The oldest request is never preempted, and one request alone always fits. So every request ends.
+A request whose prefix is being read from the disk waits, and those behind it may run first.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lean.cache.block_manager import BlockManager
-from lean.cache.prefix import Chain, Hit, PrefixCache
+from lean.cache.disk_tier import DiskTier
+from lean.cache.prefix import PrefixCache
 from lean.cache.size import CacheSize
 from lean.config import EngineConfig
+from lean.engine.entrance import Entrance
 from lean.engine.request import FinishReason, Request
-from lean.errors import EMPTY_PROMPT, EngineError, RequestError
+from lean.errors import EngineError
 
-
-class PromptTooLong(RequestError):
-    """The prompt and its answer are longer than any sequence may be. ``wanted``: tokens that would be enough."""
-
-    def __init__(self, prompt: int, limit: int, keep_hidden: bool) -> None:
-        self.wanted = prompt + (not keep_hidden)
-        what = "it" if keep_hidden else "prompt and answer"
-        super().__init__(f"the prompt has {prompt} tokens, and max-model-len is {limit} for {what}")
+DISK_WAIT_S = 0.02  # for how long a step waits where there is nothing else to do
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,9 @@ class Chunk:
 class Scheduler:
     """Decides which requests run, and moves them from waiting to running to finished.
 
-    ``prefix``: knows which blocks hold what. All sequences register there what they have computed.
+    Attributes:
+        prefix: knows which blocks hold what. All sequences register there what they have computed.
+        waiting, running: sequences in order of arrival, those that were preempted first.
     """
 
     def __init__(self, config: EngineConfig, manager: BlockManager, size: CacheSize) -> None:
@@ -59,7 +56,8 @@ class Scheduler:
         self._manager = manager
         self._size = size
         self.prefix = PrefixCache(manager, config.prefix_cache)
-        self.waiting: deque[Request] = deque()
+        self._entrance = Entrance(config, manager, size, self.prefix)
+        self.waiting = self._entrance.waiting
         self.running: list[Request] = []
         self.num_preemptions = 0
 
@@ -68,90 +66,33 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def _unbounded(self) -> int | None:
-        """Index of a pool that keeps every token; all such pools have the same number of blocks."""
-        return next((index for index, rule in enumerate(self._size.rules) if not rule.bounded), None)
+    def disk(self) -> DiskTier | None:
+        """Reads and writes prefixes on disk; None without a folder."""
+        return self._entrance.disk
 
-    # --- admission ---
+    @disk.setter
+    def disk(self, tier: DiskTier) -> None:
+        self._entrance.disk = tier
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError for one that can never run."""
-        prompt, limit = len(request.prompt_token_ids), self._size.max_model_len
-        if prompt == 0:
-            raise RequestError(EMPTY_PROMPT)
-        if prompt + (not request.keep_hidden) > limit:
-            raise PromptTooLong(prompt, limit, request.keep_hidden)
-        if self._unbounded is not None:
-            # Bounded pools have blocks for max_num_seqs sequences.
-            size, blocks = self._manager.block_size, self._size.rules[self._unbounded].num_blocks
-            need = self._manager.blocks_for(request.max_num_tokens)
-            if need > blocks:
-                room = blocks * size + 1 - prompt
-                raise RequestError(
-                    f"the request may need {need} cache blocks of {size} tokens, but there are only {blocks}: lower "
-                    f"--max-tokens to at most {room}, or raise --kv-memory or --num-blocks"
-                )
-        self.waiting.append(request)
-
-    def _find(self, request: Request) -> Hit:
-        """The longest prefix of a request, which holds no blocks, that is in the cache."""
-        return self.prefix.find(self._chain(request), request.tokens, request.most_cached_tokens)
-
-    def _chain(self, request: Request) -> Chain:
-        if request.chain is None:
-            request.chain = Chain(request.cache_salt, self._manager.block_size)
-        return request.chain
-
-    def _fits(self, request: Request, hit: Hit) -> bool:
-        """Whether all known tokens of a waiting request fit beside those of the running requests.
-
-        Each request that can still grow counts one block more: else it would often be preempted at once. Of the blocks
-        of a hit those that are free count as those that are new do.
-        """
-        if self._unbounded is None or not self.running:
-            return True
-        blocks_for, num_tokens = self._manager.blocks_for, self._manager.num_tokens
-
-        def soon(request: Request, held: int) -> int:
-            """Blocks that the request will take beside those of the tokens that it holds."""
-            known, most = blocks_for(request.num_tokens), blocks_for(request.max_num_tokens)
-            return min(known + 1, max(known, most)) - blocks_for(held)
-
-        still = sum(soon(r, num_tokens(r.seq_id)) for r in self.running)
-        need = soon(request, hit.num_tokens) + self.prefix.revives(self._chain(request), hit)
-        return still + need <= self._manager.pools[self._unbounded].num_free
-
-    def _admit_one(self) -> bool:
-        """Move the first waiting request to the running ones, if there is room."""
-        slots = sum(1 + len(request.siblings) for request in self.running)
-        if not self.waiting or slots + 1 + len(self.waiting[0].siblings) > self._config.max_num_seqs:
-            return False
-        request = self.waiting[0]
-        hit = self._find(request)
-        if not self._fits(request, hit):
-            return False
-        self.running.append(self.waiting.popleft())
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = hit.num_tokens
-            if request.most_cached_tokens:
-                self.prefix.count(request.num_tokens, hit)
-        self._begin(request, hit)
-        return True
-
-    def _begin(self, request: Request, hit: Hit) -> None:
-        """Let a request that holds no blocks begin with what was found."""
-        self.prefix.begin(request.seq_id, self._chain(request), hit)
-        request.num_computed_tokens, request.branch = hit.num_tokens, hit.branch
+        self._entrance.add(request)
 
     # --- the step ---
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks in order of arrival, up to the step's token budget. Their blocks are taken."""
+        """The next step's chunks in order of arrival, up to the step's token budget. Their blocks are taken.
+
+        Empty where all requests wait for the disk.
+        """
+        if self.disk is not None:
+            self.disk.receive()
         budget = self._config.step_tokens
         preemptions = self.num_preemptions
         chunks: list[Chunk] = []
         while budget and (
-            len(chunks) < len(self.running) or (self.num_preemptions == preemptions and self._admit_one())
+            len(chunks) < len(self.running)
+            or (self.num_preemptions == preemptions and self._entrance.admit(self.running))
         ):
             request = self.running[len(chunks)]
             # The last known token is computed again where a failed step left nothing else to do.
@@ -165,6 +106,8 @@ class Scheduler:
             self._manager.append(request.seq_id, end - start)
             chunks.append(Chunk(request, start, end, end == request.num_tokens))
             budget -= end - start
+        if not chunks and self.waiting and self.disk is not None:
+            self.disk.wait(DISK_WAIT_S)
         return chunks
 
     def _end_for_states(self, request: Request, start: int, end: int) -> int:
@@ -182,7 +125,7 @@ class Scheduler:
             request.num_computed_tokens = start
         except ValueError:
             self._manager.free(request.seq_id)
-            self._begin(request, self._find(request))
+            self._entrance.begin(request, self._entrance.find(request))
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Free blocks until the request can go on; False where the request itself was preempted."""
@@ -224,11 +167,11 @@ class Scheduler:
         request.num_computed_tokens = chunk.end
         if chunk.start // size == chunk.end // size:
             return
-        chain = self._chain(request)
+        chain = self._entrance.chain(request)
         self.prefix.register(request.seq_id, chain, request.tokens, chunk.start, chunk.end)
         for end in {self._last_boundary(request), request.branch}:
             if chunk.start < end <= chunk.end:
-                self.prefix.keep_tail(request.seq_id, chain, end)
+                self._keep(request, end)
         self._manager.evict(request.seq_id)
 
     def _last_boundary(self, request: Request) -> int:
@@ -239,8 +182,14 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Free the blocks of a request; where it has come to is where another one may go on."""
         if request.num_computed_tokens:
-            self.prefix.keep_tail(request.seq_id, self._chain(request), request.num_computed_tokens)
+            self._keep(request, request.num_computed_tokens)
         self._manager.free(request.seq_id)
+
+    def _keep(self, request: Request, num_tokens: int) -> None:
+        """Let other requests begin with the first tokens of this one, in full blocks."""
+        chain = self._entrance.chain(request)
+        if self.prefix.keep_tail(request.seq_id, chain, num_tokens) and self.disk is not None:
+            self.disk.save(chain, num_tokens)
 
     def fork(self, request: Request) -> list[Request]:
         """Let the siblings of a request run once its prompt has been computed; returns it and its siblings."""
@@ -250,11 +199,22 @@ class Scheduler:
             self._manager.fork(request.seq_id, sibling.seq_id)
             sibling.num_computed_tokens = request.num_computed_tokens
             sibling.num_cached_tokens = request.num_cached_tokens
-            sibling.chain = self._chain(request).copy()
+            sibling.chain = self._entrance.chain(request).copy()
             sibling.prompt_logprobs = list(request.prompt_logprobs)
         place = self.running.index(request) + 1
         self.running[place:place] = family[1:]
         return family
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the blocks hold, and what the folder on disk has of this kind of engine."""
+        self.prefix.reset()
+        if self.disk is not None:
+            self.disk.reset()
+
+    def close(self) -> None:
+        """Finish writing to the folder on disk."""
+        if self.disk is not None:
+            self.disk.close()
 
     # --- the end ---
 
@@ -265,8 +225,12 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        if request.reading is not None and self.disk is not None:
+            self.disk.give_up(request.reading)
         if reason == "error":
             self.prefix.forget(request.seq_id)
+            if self.disk is not None and request.chain is not None:
+                self.disk.forget(request.chain.hashes)
             self._manager.free(request.seq_id)
         else:
             self._leave(request)

@@ -4,7 +4,8 @@ import pytest
 
 from lean.cache import prefix
 from lean.cache.block_manager import BlockManager, PoolRule
-from lean.cache.prefix import Chain, Hit, PrefixCache
+from lean.cache.chain import Chain
+from lean.cache.prefix import Hit, PrefixCache
 
 # Pools with a window have so few blocks that the middle of a long sequence is soon overwritten.
 FULL, WINDOW, RESIDUAL = PoolRule(64), PoolRule(10, 20), PoolRule(7, 9, 3)

@@ -15,6 +15,7 @@ import torch
 from engine_state import all_blocks_free
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from shelf import Shelf
 
 from lean.cache.block_manager import BlockManager
 from lean.cache.block_pool import NULL_BLOCK
@@ -61,9 +62,10 @@ class Conservation(RuleBasedStateMachine):
         prefill_chunk=st.integers(1, 30),
         step_tokens=st.integers(5, 40),
         tail_memory=st.sampled_from([None, 0, 5_000, 20_000]),
+        disk=st.booleans(),
         seed=st.integers(0, 2**32),
     )
-    def start(self, pools, num_blocks, max_num_seqs, prefill_chunk, step_tokens, tail_memory, seed):
+    def start(self, pools, num_blocks, max_num_seqs, prefill_chunk, step_tokens, tail_memory, disk, seed):
         windows, options = POOLS[pools]
         self.config = EngineConfig(
             block_size=8,
@@ -82,6 +84,9 @@ class Conservation(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.config, self.manager, self.size)
         self.cache = [[[None] * 8 for _ in range(rule.num_blocks + 1)] for rule in self.size.rules]
         self.random = random.Random(seed)
+        self.disk = disk
+        if disk:
+            self.scheduler.disk = self.shelf = Shelf(self)
         self.next_id = 0
         self.alive: dict[int, Request] = {}  # every sequence that has not ended, siblings to come included
         self.meaning: dict[bytes, list[int]] = {}  # what a block with this hash holds
@@ -141,7 +146,7 @@ class Conservation(RuleBasedStateMachine):
         """Sequences that run go on, but nothing that is in the cache now is found by others."""
         if not really:  # else most runs would have nothing to find
             return
-        self.scheduler.prefix.reset()
+        self.scheduler.reset_prefix_cache()
         self.meaning = {}
         assert not any(pool.index for pool in self.manager.pools)
 
@@ -169,14 +174,11 @@ class Conservation(RuleBasedStateMachine):
             return False
         Conservation.steps += 1
         chunks = self.scheduler.schedule()
+        if not chunks and any(request.reading for request in self.scheduler.waiting):
+            return True
         self.check_chunks(chunks)
         if fails != "before":
-            for copy in self.manager.copies:
-                self.cache[copy.pool][copy.target] = list(self.cache[copy.pool][copy.source])
-            self.manager.copies.clear()
-            for copy in self.manager.state_copies:
-                self.states[copy.target] = self.states[copy.source]
-            self.manager.state_copies.clear()
+            self.make_copies()
         if fails in ("before", "copied", "written"):
             if fails == "written":
                 for chunk in chunks[: self.random.randint(0, len(chunks))]:
@@ -211,11 +213,19 @@ class Conservation(RuleBasedStateMachine):
                     self.end(sequence, "length")
         return True
 
+    def make_copies(self) -> None:
+        for copy in self.manager.copies:
+            self.cache[copy.pool][copy.target] = list(self.cache[copy.pool][copy.source])
+        self.manager.copies.clear()
+        for copy in self.manager.state_copies:
+            self.states[copy.target] = self.states[copy.source]
+        self.manager.state_copies.clear()
+
     def check_chunks(self, chunks: list[Chunk]) -> None:
         running = self.scheduler.running
         assert chunks, "work is left, but nothing runs"
         assert [chunk.request for chunk in chunks] == running[: len(chunks)]
-        assert chunks[0].request.seq_id == min(self.alive), "the oldest goes on in every step"
+        assert self.disk or chunks[0].request.seq_id == min(self.alive), "the oldest goes on in every step"
         assert sum(chunk.end - chunk.start for chunk in chunks) <= self.config.step_tokens
         assert sum(1 + len(request.siblings) for request in running) <= self.config.max_num_seqs
         for chunk in chunks:
@@ -226,6 +236,7 @@ class Conservation(RuleBasedStateMachine):
             assert self.manager.num_tokens(request.seq_id) == chunk.end
             assert request.num_cached_tokens is not None
             Conservation.hits += request.num_cached_tokens == chunk.start > 0
+            assert request.reading is None
 
     def deliver(self, chunk: Chunk) -> None:
         """Take the rows that a request wants, and learn what its hashes mean. No wanted row may have been left out."""
@@ -307,7 +318,8 @@ class Conservation(RuleBasedStateMachine):
             return
         queue = [*self.scheduler.running, *self.scheduler.waiting]
         everyone = [one for request in queue for one in (request, *request.siblings)]
-        assert [request.seq_id for request in everyone] == sorted(self.alive)
+        found = [request.seq_id for request in everyone]
+        assert (sorted(found) if self.disk else found) == sorted(self.alive)
 
     @invariant()
     def what_is_in_the_cache_is_whole(self):
@@ -335,6 +347,8 @@ class Conservation(RuleBasedStateMachine):
             return
         # The oldest gets a token in every step and is never preempted. When it has ended, the next one is the oldest.
         bound = sum(len(r.prompt_token_ids) + r.params.max_tokens for r in self.alive.values())
+        # Every part of a prefix that is read may take a step of its own.
+        bound += sum(len(r.prompt_token_ids) for r in self.alive.values()) if self.disk else 0
         for _ in range(bound):
             if not self.one_step():
                 break
