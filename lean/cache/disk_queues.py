@@ -302,7 +302,9 @@ class Reader:
                 reading.slices.append(Slice(parts, rows))
                 self._changed.notify_all()
         self._counts.slower += late
-        self.last_at, self.bytes_per_s = time.monotonic(), max(1, nbytes) / max(1e-9, busy_s)
+        self.last_at = time.monotonic()
+        if nbytes or late:
+            self.bytes_per_s = max(1, nbytes) / max(1e-9, busy_s)
         self._folder.used(_keys(reading, sorted(reading.parts, reverse=True)))
 
     def _slices(self, parts: list[Part]) -> list[tuple[int, list[Part]]]:

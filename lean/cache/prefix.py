@@ -190,6 +190,20 @@ class PrefixCache:
         self._counts.tails_kept += self.has_tails
         return True
 
+    def keep_state(self, seq_id: int, chain: Chain, num_tokens: int, earlier: int) -> bool:
+        """Keep the states of a sequence that holds ``num_tokens``, a multiple of the block size; whether they are kept.
+
+        earlier: where this sequence's states were kept the last time: these are forgotten; 0: nowhere.
+        """
+        slots = self._manager.slots
+        if slots is None or not self.enabled or chain.epoch != self.epoch:
+            return False
+        slots.register(self._manager.slot(seq_id), chain.hashes[num_tokens // self._size - 1])
+        old = slots.index.get(chain.hashes[earlier // self._size - 1]) if earlier else None
+        if old is not None and not slots.refs[old]:
+            slots.forget(old)
+        return True
+
     def insert(self, hashes: Sequence[bytes], num_blocks: int, parts: Sequence[Part], write: Write) -> bool:
         """Take in contents of a prefix of ``num_blocks`` that were kept elsewhere; afterwards they are free and known.
 

@@ -64,6 +64,7 @@ class Request:
         siblings: the other sequences of the request; they start as forks when the prompt has been computed.
         cache_salt: only requests with the same salt share K/V; None: those without one.
         chain: the hashes of the sequence's blocks. branch: where a tail should be kept, see `lean.cache.prefix`.
+        state_kept_at: tokens of the answer's last block boundary where its states were kept; 0: none.
         reading: its prefix is being read from the disk. asked_disk: the disk has been asked for its prefix.
         num_computed_tokens: tokens whose K/V are in the cache.
         num_cached_tokens: how many of these were found in the cache when the request first ran; None before.
@@ -83,6 +84,7 @@ class Request:
     cache_salt: str | None = None
     chain: Chain | None = None
     branch: int = 0
+    state_kept_at: int = 0
     reading: Reading | None = None
     asked_disk: bool = False
     output_token_ids: list[int] = field(default_factory=list)

@@ -110,9 +110,14 @@ class Scheduler:
             self.disk.wait(DISK_WAIT_S)
         return chunks
 
+    @property
+    def _keeps_states(self) -> bool:
+        """Whether there are slots for states beside those of running sequences."""
+        return self._size.num_slots > self._config.max_num_seqs and self.prefix.enabled
+
     def _end_for_states(self, request: Request, start: int, end: int) -> int:
         """Where a chunk ends so that its states can be kept with a tail: states are known after whole chunks only."""
-        if self._size.num_slots <= self._config.max_num_seqs or not self.prefix.enabled:
+        if not self._keeps_states:
             return end
         return min((at for at in (request.branch, self._last_boundary(request)) if start < at < end), default=end)
 
@@ -172,6 +177,10 @@ class Scheduler:
         for end in {self._last_boundary(request), request.branch}:
             if chunk.start < end <= chunk.end:
                 self._keep(request, end)
+        # States are known at the end of a chunk only. Those of an answer's last boundary let a chat go on from there.
+        decoded = self._keeps_states and chunk.end % size == 0 and chunk.end > len(request.prompt_token_ids)
+        if decoded and self.prefix.keep_state(request.seq_id, chain, chunk.end, request.state_kept_at):
+            request.state_kept_at = chunk.end
         self._manager.evict(request.seq_id)
 
     def _last_boundary(self, request: Request) -> int:

@@ -14,7 +14,7 @@ import census_models
 import pytest
 import torch
 from census_models import eager_logits as wanted
-from engine_state import forbid_reading_weights, nothing_left, runner, wrap_part
+from engine_state import forbid_reading_weights, manager, nothing_left, runner, wrap_part
 from helpers import refusal
 from safetensors.torch import load_file, save_file
 from tiny import tokens
@@ -286,6 +286,23 @@ def test_a_hybrid_begins_where_its_states_were_kept_and_gives_the_same_bits(load
     assert (0, *found) == answer(LLM(loaded(name), replace(config, prefill_chunk=64)), longer)
     assert answer(llm, [*longer[:40], *tokens(40, 3)])[0] == 0  # the states of its first block were not kept
     assert llm.stats().prefix.tails_used == 2
+    nothing_left(llm)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_conversation_with_a_hybrid_goes_on_from_the_last_block_of_its_answer(loaded, name):
+    """Decoding rounds otherwise than a prompt in chunks, so states are close to those of a cold run, not equal."""
+    config = EngineConfig(kv_dtype="fp32", max_model_len=256, max_num_seqs=2, prefix_tail_memory=2**20)
+    llm, prompt, params = LLM(loaded(name), config), tokens(70), replace(GREEDY, max_tokens=75, logprobs=0)
+    [first] = llm.generate([prompt], params)
+    longer = [*prompt, *first.token_ids, *tokens(5, 2)]
+    [found] = llm.generate([longer], params)
+    assert found.cached_tokens == 128
+    [cold] = LLM(loaded(name), replace(config, prefix_cache=False, prefix_tail_memory=None)).generate([longer], params)
+    assert found.token_ids == cold.token_ids
+    assert [one.logprob for one in found.logprobs] == pytest.approx([one.logprob for one in cold.logprobs], abs=1e-3)
+    kept = llm.stats().prefix.tails_kept
+    assert len(manager(llm).slots.index) <= kept  # the boundaries of an answer before its last one are not kept
     nothing_left(llm)
 
 
