@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 import time
 
 import pytest
@@ -149,3 +151,34 @@ def test_a_read_only_folder_is_read_and_a_full_disk_is_an_error_of_the_write(tmp
     shelf.read(key(1), memoryview(bytearray(1000)))
     with pytest.raises(OSError, match="Read-only"):
         shelf.write(key(2), memoryview(PAYLOAD))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from lean.cache.block_file import Key
+from lean.cache.disk_folder import DiskFolder, EngineFolder
+folder = EngineFolder(DiskFolder.create(Path(sys.argv[1]), 60_000), bytes(range(32)), {})
+print("started", flush=True)
+for number in range(10**6):
+    folder.write(Key(0, number.to_bytes(32, "big")), memoryview(bytes([number % 256]) * 3000))
+"""
+
+
+def test_writers_that_are_killed_at_any_moment_leave_no_damaged_block(tmp_path):
+    """LEAN_KILLS=100 kills more. Two processes write into one folder that is too small for what they write."""
+    kills, checked = int(os.environ.get("LEAN_KILLS", "6")), 0
+    for number in range(kills):
+        command = [sys.executable, "-P", "-c", WRITER, str(tmp_path / "cache")]
+        writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+        for writer in writers:
+            assert writer.stdout.readline() == b"started\n"
+        time.sleep(0.002 * (number % 25))
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+        folder = DiskFolder.existing(tmp_path / "cache")
+        faults = [fault for kind in folder.kinds() for _, fault in folder.check(kind.fingerprint)]
+        assert not any(faults)
+        checked += len(faults)
+    assert checked
