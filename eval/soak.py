@@ -2,7 +2,7 @@
 
 The model has random weights and is made at the start; the test is about the engine. Requests arrive in random numbers
 and are cancelled and forked; some begin like earlier ones, and some have a salt. The pool is too small for them, so
-that preemptions are frequent.
+that preemptions are frequent. With --disk the prefix cache is also kept in a folder, which is too small, too.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import random
 import tempfile
 import time
 from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from lean.eval.random_model import save_random_model
 from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 from lean.store.home import write_result
+from lean.units import parse_size
 
 MAX_ALIVE = 200
 MODEL_LENGTH = 256
@@ -146,6 +148,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--num-blocks", type=int, default=24, help="blocks of 16 tokens; fewer blocks cause more preemptions"
     )
+    parser.add_argument(
+        "--disk", type=parse_size, metavar="SIZE", help="keep the prefix cache in a temporary folder of this size, too"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the curve and the verdict to FILE")
     return parser.parse_args()
 
@@ -156,13 +161,15 @@ def soak(load: Load, minutes: float) -> list[dict[str, float]]:
     start = time.monotonic()
     interval = min(60.0, minutes * 60 / 8)  # a verdict needs two points in a quarter
     next_point = start + interval
-    print("minutes    done  aborted  preemptions     tokens  cached   alive  RSS MiB", flush=True)
+    print("minutes    done  aborted  preemptions     tokens  cached  of disk   alive  RSS MiB", flush=True)
     while (now := time.monotonic()) < start + minutes * 60 or now >= next_point:
         load.step()
         if now < next_point:
             continue
         next_point += interval
         load.llm.check_integrity()
+        prefix = load.llm.stats().prefix
+        assert prefix is not None
         point = {
             "minutes": (now - start) / 60,
             "done": load.count["done"],
@@ -170,13 +177,14 @@ def soak(load: Load, minutes: float) -> list[dict[str, float]]:
             "preemptions": load.llm.num_preemptions,
             "tokens": load.count["tokens"],
             "cached": load.count["cached"] / max(1, load.count["prompt"]),
+            "read": prefix.tokens_read / max(1, prefix.tokens_found),
             "alive": len(load.left),
             "rss_mib": resident_bytes() / 2**20,
         }
         curve.append(point)
         print(
             f"{point['minutes']:7.1f} {point['done']:7} {point['aborted']:8} {point['preemptions']:12} "
-            f"{point['tokens']:10} {point['cached']:7.1%} {point['alive']:7} {point['rss_mib']:8.1f}",
+            f"{point['tokens']:10} {point['cached']:7.1%} {point['read']:8.1%} {point['alive']:7} {point['rss_mib']:8.1f}",
             flush=True,
         )
     return curve
@@ -190,9 +198,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(Path(folder))
         config = EngineConfig(kv_dtype=args.kv_dtype, block_size=16, num_blocks=args.num_blocks, prefill_chunk=64)
+        if args.disk is not None:
+            config = replace(config, prefix_cache_dir=f"{folder}/cache", prefix_cache_size=args.disk)
         load = Load(LLM(folder, config), args.seed)
-    curve = soak(load, args.minutes)
-    load.finish()
+        curve = soak(load, args.minutes)
+        load.finish()
+        load.llm.close()
+        if (disk := load.llm.stats().disk) is not None:
+            print(f"disk: {disk}")
     growth, words = verdict(curve)
     print(f"all requests ended, every block was given back; {words}")
     if args.json:

@@ -1,12 +1,14 @@
 """``lean bench prefix``: what the prefix cache saves, and what it costs where no two prompts begin alike."""
 
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
+from lean.config import EngineConfig
 from lean.errors import EngineError, UserError
 from lean.eval.bench.model import bench_tokens, with_format
 from lean.eval.bench.timing import BenchRow
@@ -24,9 +26,10 @@ def room(context: int) -> int:
 
 
 def bench_prefix(llm: LLM, kv_dtypes: Sequence[str], context: int, requests: int) -> Iterator[BenchRow]:
-    """Three rows for each format; each compares an engine with the prefix cache to one without, or to its first time.
+    """Four rows for each format; each compares an engine with the prefix cache to one without, or to its first time.
 
-    Milliseconds to the first token of a prompt of ``context`` tokens that was computed before; of ``requests`` requests
+    Milliseconds to the first token of a prompt of ``context`` tokens that was computed before; of one whose blocks are
+    read from files, which the system may have in its memory; of all answers to ``requests`` requests
     together that begin with the same tokens; of a prompt that begins like no other, and its answer.
 
     Raises:
@@ -37,6 +40,7 @@ def bench_prefix(llm: LLM, kv_dtypes: Sequence[str], context: int, requests: int
         cached, plain = (LLM(llm.model, replace(config, prefix_cache=on)) for on in (True, False))
         first, again = _again(cached, bench_tokens(llm, context))
         yield _row(llm, kv_dtype, "prompt again", context, again, "first time", first)
+        yield _row(llm, kv_dtype, "prompt from disk", context, _from_disk(llm, config, context), "first time", first)
         if requests:
             prompts = _alike(llm, requests)
             plain.generate([prompts[0][:OWN]], greedy(2))  # a warm-up
@@ -75,6 +79,25 @@ def _again(llm: LLM, ids: list[int]) -> tuple[list[float], list[float]]:
             first.append(cold[0])
             again.append(warm[0])
     return first, again
+
+
+def _from_disk(llm: LLM, config: EngineConfig, context: int) -> list[float]:
+    """Seconds to the first token of a prompt whose prefix is on disk and not in the arenas."""
+    with tempfile.TemporaryDirectory(prefix="lean-bench-") as folder:
+        # An engine that keeps files loads its model itself.
+        stored = LLM(llm.model.info.source, replace(config, prefix_cache=True, prefix_cache_dir=folder))
+        tier, ids, seconds = stored.engine.scheduler.disk, bench_tokens(llm, context), []
+        assert tier is not None
+        for turn in range(_ROUNDS + 1):
+            one, found = _first_token(stored, ids)
+            if turn:  # the first one computes the prompt
+                seconds.append(one)
+                if not found:
+                    raise EngineError("the prompt was not found on disk")
+            tier.flush()
+            stored.engine.scheduler.prefix.reset()
+        stored.close()
+    return seconds
 
 
 def _alike(llm: LLM, requests: int) -> list[list[int]]:

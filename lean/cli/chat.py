@@ -130,11 +130,12 @@ def _describe(chat: Conversation, stats: dict[str, Any]) -> str:
     speed = f", {stats['tokens'] / stats['seconds']:.1f} tokens/s" if stats["seconds"] else ""
     limit = "" if chat.llm.plan.bounded else f" of {chat.llm.size.max_model_len:,}"
     found = f"{use.prefix.tokens_found:,} of {use.prefix.tokens_asked:,}" if use.prefix else "none"
+    read = f", {use.prefix.tokens_read:,} of them from disk" if use.prefix and use.disk else ""
     return (
         f"{stats['turns']} turns, {len(chat.token_ids):,} tokens{limit}, {chat.cached_tokens:,} of them reused in the "
         f"last turn; {stats['tokens']:,} tokens generated{speed}; KV cache held {mib(peak.bytes_held)} at most "
         f"(in bf16, without blocks: {mib(peak.bytes_if_bf16)}); prefix cache holds {mib(use.bytes_cached)} and gave "
-        f"{found} prompt tokens"
+        f"{found} prompt tokens{read}"
     )
 
 

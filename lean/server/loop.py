@@ -17,6 +17,7 @@ from lean.errors import RequestError, one_line
 from lean.server.errors import ENGINE_FAILED, SHUTTING_DOWN, ApiError, refused
 
 if TYPE_CHECKING:
+    from lean.cache.disk_queues import DiskCounts
     from lean.cache.prefix import PrefixCounts
     from lean.engine.request import RequestOutput
     from lean.llm import LLM
@@ -31,6 +32,7 @@ class Snapshot(NamedTuple):
     """The engine after a step.
 
     ``blocks``: per pool, blocks in use and in all. ``prefix``: what the prefix cache has done; None while loading.
+    ``disk``: what its disk tier has done; None without one.
     """
 
     running: int = 0
@@ -39,6 +41,7 @@ class Snapshot(NamedTuple):
     steps: int = 0
     blocks: tuple[tuple[int, int], ...] = ()
     prefix: PrefixCounts | None = None
+    disk: DiskCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -320,4 +323,5 @@ class EngineLoop:
             self._steps,
             tuple((pool.num_used, pool.num_blocks) for pool in pools),
             scheduler.prefix.counts(),
+            None if scheduler.disk is None else scheduler.disk.counts(),
         )

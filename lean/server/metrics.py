@@ -114,6 +114,18 @@ class Metrics:
         yield counter("lean_prefix_cache_evictions", "Blocks whose content was forgotten.", prefix.evictions)
         yield counter("lean_prefix_cache_tails_kept", "Ends of prefixes that were kept.", prefix.tails_kept)
         yield counter("lean_prefix_cache_tails_used", "Prefixes that were found by such an end.", prefix.tails_used)
+        found = CounterMetricFamily(
+            "lean_prefix_cache_hits", "Prompt tokens that were found, by tier.", labels=["tier"]
+        )
+        found.add_metric(["memory"], prefix.tokens_found - prefix.tokens_read)
+        found.add_metric(["disk"], prefix.tokens_read)
+        yield found
+        if now.disk is not None:
+            yield counter("lean_prefix_cache_disk_blocks_written", "Blocks written to disk.", now.disk.blocks_written)
+            yield counter("lean_prefix_cache_disk_blocks_read", "Blocks read from disk.", now.disk.blocks_read)
+            yield counter("lean_prefix_cache_disk_blocks_dropped", "Blocks not written.", now.disk.blocks_dropped)
+            yield counter("lean_prefix_cache_disk_damaged", "Damaged files, which were removed.", now.disk.damaged)
+            yield counter("lean_prefix_cache_disk_slower", "Prefixes not read: computing is faster.", now.disk.slower)
         labels = ("pool", "format", "exact")
         held = GaugeMetricFamily("lean_kv_pool_bytes_held", "Bytes of a pool's blocks in use.", labels=labels)
         room = GaugeMetricFamily("lean_kv_pool_bytes", "Bytes of a pool's blocks.", labels=labels)

@@ -127,6 +127,7 @@ def test_prefix_compares_prompts_that_are_in_the_cache_with_those_that_are_not(f
     peers = {row["name"]: (row["context"], row["peer"]) for row in found}
     assert peers == {
         "prompt again": (70, "first time"),
+        "prompt from disk": (70, "first time"),
         "3 requests that begin alike": (64 + 50, "no prefix cache"),
         "no common beginning": (256, "no prefix cache"),
     }
