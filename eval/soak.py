@@ -184,7 +184,8 @@ def soak(load: Load, minutes: float) -> list[dict[str, float]]:
         curve.append(point)
         print(
             f"{point['minutes']:7.1f} {point['done']:7} {point['aborted']:8} {point['preemptions']:12} "
-            f"{point['tokens']:10} {point['cached']:7.1%} {point['read']:8.1%} {point['alive']:7} {point['rss_mib']:8.1f}",
+            f"{point['tokens']:10} {point['cached']:7.1%} {point['read']:8.1%} {point['alive']:7} "
+            f"{point['rss_mib']:8.1f}",
             flush=True,
         )
     return curve
