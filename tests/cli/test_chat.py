@@ -81,6 +81,19 @@ def test_an_answer_that_is_left_early_stays_in_the_conversation(model):
     assert chat.cached_tokens == (held - 1) // 8 * 8 > 0
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8"])
+def test_in_a_chat_of_many_turns_each_computes_the_new_tokens_and_a_block_or_two(model, kv_dtype):
+    chat = Conversation(engine(model, kv_dtype=kv_dtype, block_size=8, max_model_len=1500), ask(9))
+    computed = 0
+    for turn in range(20):
+        before = len(chat.token_ids)
+        answer(chat, f"question {turn}")
+        counts = chat.llm.stats().prefix
+        now = counts.tokens_asked - counts.tokens_found
+        assert now - computed <= len(chat.token_ids) - before + 2 * 8
+        computed = now
+
+
 def test_a_message_that_cannot_be_taken_leaves_the_conversation_as_it_was(model):
     chat = Conversation(engine(model, max_model_len=128, block_size=8), ask())
     answer(chat, "hello")
