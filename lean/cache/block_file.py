@@ -7,6 +7,7 @@ is used.
 
 import hashlib
 import os
+import secrets
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -49,9 +50,9 @@ def write_block(file: Path, fingerprint: bytes, key: Key, payload: bytes | memor
     fields = _FIELDS.pack(
         MAGIC, VERSION, key.pool, len(payload), fingerprint, key.content, hashlib.sha256(payload).digest()
     )
-    part = file.with_name(f"{file.name}.{os.getpid()}{PART}")
+    part = file.with_name(f"{file.name}.{secrets.token_hex(8)}{PART}")
     try:
-        with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "wb") as stream:
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "wb") as stream:
             stream.write(fields + hashlib.sha256(fields).digest())
             stream.write(payload)
             stream.flush()

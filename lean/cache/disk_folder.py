@@ -66,15 +66,19 @@ class DiskFolder:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             with os.scandir(path) as entries:
                 names = {entry.name for entry in entries}
+            if names and MARKER not in names:
+                raise ConfigError(f"prefix-cache-dir {one_line(path)} holds other files: name a new or an empty folder")
+            stat = path.stat()
+            if stat.st_uid != os.geteuid() and os.geteuid() != 0:
+                raise ConfigError(
+                    f"prefix-cache-dir {one_line(path)} belongs to another user: name a folder of your own"
+                )
+            if stat.st_mode & 0o077:
+                path.chmod(0o700)  # others could read what was said, or put files there
             if MARKER not in names:
-                if names:
-                    raise ConfigError(
-                        f"prefix-cache-dir {one_line(path)} holds other files: name a new or an empty folder"
-                    )
-                path.chmod(0o700)
                 (path / MARKER).write_text("The prefix cache of lean. See `lean cache --help`.\n", encoding="utf-8")
-        except OSError as error:
-            why = error.strerror or error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            why = getattr(error, "strerror", None) or error
             raise ConfigError(f"prefix-cache-dir {one_line(path)} cannot be used: {why}. Name another folder") from None
         return cls(path, limit)
 
@@ -100,11 +104,11 @@ class DiskFolder:
     def files(self, engine: Path) -> Iterator[StoredFile]:
         """The blocks of one kind of engine, and what processes that were killed have left; that is removed."""
         for shelf in _entries(engine, _SHELF):
-            for path in _entries(shelf, None):
+            for path in [] if shelf.is_symlink() else _entries(shelf, None):
                 with suppress(OSError):  # another process may remove it at any time
                     stat = path.lstat()
                     if path.name.endswith(PART):
-                        if time.time() - stat.st_mtime > PART_AGE_S:
+                        if _BLOCK.match(path.name) and time.time() - stat.st_mtime > PART_AGE_S:
                             path.unlink()
                     elif _BLOCK.fullmatch(path.name):
                         yield StoredFile(stat.st_mtime, stat.st_size, path)
@@ -124,12 +128,18 @@ class DiskFolder:
         return sorted(found, key=lambda kind: -kind.used)
 
     def remove(self, fingerprint: str) -> int:
-        """Remove all files of one kind of engine; returns their bytes. Raises OSError."""
-        engine, freed = self.path / fingerprint, 0
+        """Remove all files of one kind of engine; returns their bytes. Raises OSError where one of them stays."""
+        engine, freed, failed = self.path / fingerprint, 0, None
         for file in self.files(engine):
-            with suppress(FileNotFoundError):
+            try:
                 file.path.unlink()
                 freed += file.nbytes
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
         (engine / ABOUT).unlink(missing_ok=True)
         for folder in (*_entries(engine, _SHELF), engine):
             with suppress(OSError):  # not empty: a process writes there
@@ -169,7 +179,7 @@ class DiskFolder:
                 if total <= limit * _FILL:
                     break
                 with suppress(OSError):
-                    file.path.unlink()
+                    file.path.unlink(missing_ok=True)  # another process may have removed it
                     total -= file.nbytes
         self._nbytes = total
 
@@ -226,22 +236,27 @@ class EngineFolder:
                 file.unlink()
             raise
 
-    def used(self, keys: list[Key]) -> None:
-        """A prefix of these blocks was used, the first block last: so beginnings are kept longest."""
-        now = time.time_ns()
+    def used(self, keys: list[Key]) -> list[Key]:
+        """A prefix of these blocks was used, the first block last: so beginnings are kept longest.
+
+        Returns the blocks that are not there any more.
+        """
+        now, missing = time.time_ns(), []
         for place, key in enumerate(keys):
-            with suppress(OSError):  # a read-only folder
+            try:
                 os.utime(self._file(key), ns=(now, now + 1000 * place))
+            except FileNotFoundError:
+                missing.append(key)
+            except OSError:  # a read-only folder
+                continue
+        return missing
 
     def remove(self, keys: list[Key] | None = None) -> None:
-        """Remove some blocks, or all."""
+        """Remove some blocks, or all. Raises OSError where one of them stays."""
         if keys is None:
-            with suppress(OSError):
-                self.folder.remove(self.path.name)
-            return
-        for key in keys:
-            with suppress(OSError):
-                self._file(key).unlink()
+            self.folder.remove(self.path.name)
+        for key in keys or []:
+            self._file(key).unlink(missing_ok=True)
 
 
 def _entries(folder: Path, name: re.Pattern | None) -> list[Path]:

@@ -20,6 +20,7 @@ log = logging.getLogger("lean")
 QUEUE_BYTES = 256 * 2**20  # most bytes of blocks that wait to be written
 SLICE_BYTES = 32 * 2**20  # a prefix is read and taken in by parts of about this size
 SLICES = 4  # most parts that have been read and wait to be taken in
+MOST_KNOWN = 200_000  # blocks of the folder that are remembered; of others the folder is asked
 PAUSE_S = 60.0  # after a failed write, and before a disk that was slower than computing is tried again
 
 
@@ -53,8 +54,9 @@ class Reading:
 
     Attributes:
         hashes: of its blocks. parts: what is to be read. epoch: of the prefix cache.
-        num_before: tokens of the prefix that memory held when the reading began.
-        most_s: seconds after which computing would have been faster; infinite if that is unknown.
+        num_before, num_tokens: of the prefix that memory held when the reading began, and when it has ended.
+        nbytes: of the parts. asked_at: when the reading was asked for, in seconds of the monotonic clock.
+        users: sequences that wait for it.
         slices: what has been read and not been taken in.
         ended: nothing more will be read. given_up: nothing more is wanted.
     """
@@ -63,7 +65,10 @@ class Reading:
     parts: list[Part]
     epoch: int
     num_before: int
-    most_s: float
+    num_tokens: int
+    nbytes: int
+    asked_at: float = field(default_factory=time.monotonic)
+    users: int = 1
     slices: deque[Slice] = field(default_factory=deque)
     ended: bool = False
     given_up: bool = False
@@ -92,12 +97,14 @@ class Writer:
     Attributes:
         stored: blocks that are in the folder, as far as this process knows.
         suspect: blocks that are written again where they are in the folder, as reading their prefix failed.
+        distrusted: what had to be removed could not be: nothing may be read from the folder any more.
     """
 
     def __init__(self, folder: EngineFolder, counts: DiskCounts, said: Said) -> None:
         self._folder, self._counts, self._said = folder, counts, said
         self.stored: set[Key] = set()
         self.suspect: set[Key] = set()
+        self.distrusted = False
         self._waiting: dict[Key, torch.Tensor] = {}
         self._jobs: deque[Callable[[], None]] = deque()
         self._nbytes = 0  # of the blocks that wait
@@ -126,6 +133,13 @@ class Writer:
             self._jobs.append(lambda: self._write(key, row))
             self._changed.notify_all()
 
+    def used(self, keys: list[Key]) -> None:
+        """Queue that a prefix of these blocks was used, the first block last."""
+        with self._changed:
+            if not self._closed:
+                self._jobs.append(lambda: self.stored.difference_update(self._folder.used(keys)))
+                self._changed.notify_all()
+
     def forget(self, keys: list[Key] | None) -> None:
         """Remove blocks, or all, also those that wait."""
         with self._changed:
@@ -133,8 +147,11 @@ class Writer:
                 self.stored.discard(key)
                 self._waiting.pop(key, None)
             self._removals += 1
-            self._jobs.append(lambda: self._remove(keys))
-            self._changed.notify_all()
+            if not self._closed:
+                self._jobs.append(lambda: self._remove(keys))
+                self._changed.notify_all()
+                return
+        self._remove(keys)
 
     def doubt(self, keys: list[Key]) -> None:
         """One of these blocks could not be read: write them again when they are kept the next time."""
@@ -149,6 +166,11 @@ class Writer:
     def _remove(self, keys: list[Key] | None) -> None:
         try:
             self._folder.remove(keys)
+        except OSError as error:
+            self.distrusted = True
+            self._said(
+                "remove", f"the prefix cache on disk cannot be changed ({one_line(error)}): it is not read any more"
+            )
         finally:
             with self._changed:
                 self._removals -= 1
@@ -177,6 +199,8 @@ class Writer:
                 if self._waiting.get(key) is row:
                     del self._waiting[key]
                     if written:
+                        if len(self.stored) >= MOST_KNOWN:
+                            self.stored.clear()
                         self.stored.add(key)
                         self.suspect.discard(key)
 
@@ -204,6 +228,8 @@ class Writer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if threading.current_thread() is self._thread:  # collected as garbage in the middle of a job
+            return
         if not self.flush(timeout_s):
             with self._changed:
                 left = mib(self._nbytes)
@@ -236,6 +262,7 @@ class Reader:
 
     def add(self, reading: Reading) -> None:
         with self._changed:
+            reading.ended = self._closed
             self._jobs.append(reading)
             self._changed.notify_all()
 
@@ -243,8 +270,11 @@ class Reader:
         """End the thread; what is being read is left."""
         with self._changed:
             self._closed = True
+            for reading in self._jobs:
+                reading.ended = True
             self._changed.notify_all()
-        self._thread.join(1.0)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something has been read or has ended."""
@@ -281,14 +311,13 @@ class Reader:
                     self._changed.notify_all()
 
     def _read(self, reading: Reading) -> None:
-        """Read the parts until they end, one fails, nobody wants them, or computing would have been faster."""
-        busy_s, nbytes, late = 0.0, 0, False
+        """Read the parts until they end, one fails, or nobody wants them."""
+        busy_s, nbytes = 0.0, 0
         for pool, parts in self._slices(reading.parts):
             started = time.perf_counter()
             rows = torch.empty(len(parts), self._block_bytes[pool], dtype=torch.uint8)
             for row, part in zip(rows, parts):
-                late = busy_s + time.perf_counter() - started > reading.most_s
-                if late or reading.given_up or self._closed:
+                if reading.given_up or self._closed:
                     break
                 if not self._read_block(Key(pool, reading.hashes[part.place]), row):
                     self._doubt(_keys(reading, reading.parts))
@@ -297,14 +326,13 @@ class Reader:
             busy_s += time.perf_counter() - started
             with self._changed:  # what waits here for the engine counts as no time of the disk
                 self._changed.wait_for(lambda: len(reading.slices) < SLICES or reading.given_up or self._closed)
-                if late or reading.given_up or self._closed:
+                if reading.given_up or self._closed:
                     break
                 reading.slices.append(Slice(parts, rows))
                 self._changed.notify_all()
-        self._counts.slower += late
-        self.last_at = time.monotonic()
-        if nbytes or late:
+        if nbytes or reading.given_up:
             self.bytes_per_s = max(1, nbytes) / max(1e-9, busy_s)
+        self.last_at = time.monotonic()
         self._folder.used(_keys(reading, sorted(reading.parts, reverse=True)))
 
     def _slices(self, parts: list[Part]) -> list[tuple[int, list[Part]]]:
@@ -327,7 +355,9 @@ class Reader:
             )
             return False
         except OSError as error:
-            self._said("read", f"the prefix cache on disk cannot be read ({one_line(error)}): it is computed anew")
+            self._said(
+                "read", f"the prefix cache on disk cannot be read ({one_line(error)}): the prompt is computed anew"
+            )
             return False
         self._counts.blocks_read += 1
         return True

@@ -13,7 +13,7 @@ from lean.config import LATENT_PREFILL_CHUNK, EngineConfig
 from lean.device import cache_share, choose_device, driver_free_bytes, free_bytes, passed_over
 from lean.engine.cuda_graphs import CudaGraphs, WaitsForDevice
 from lean.engine.decode_steps import keep_compiled_code
-from lean.engine.fingerprint import disk_folder
+from lean.engine.fingerprint import engine_folder, open_folder
 from lean.engine.parts import Parts, bind
 from lean.engine.recordable import Recordable, recordable
 from lean.engine.selftest import try_layers, try_rotation
@@ -90,7 +90,7 @@ def _assemble(
     needs: list[Need],
     kernel_name: str,
 ) -> Parts:
-    loaded_here = not isinstance(model, LoadedModel)
+    folder = open_folder(config, loaded_here=not isinstance(model, LoadedModel))
     if not isinstance(model, LoadedModel):
         weights = info.gpu_bytes(info.quantization) if device.type == "cuda" else info.weight_bytes
         _check_weights_fit(info, config, device, weights)
@@ -104,11 +104,11 @@ def _assemble(
     # Replaced before the first step on this cache. The steps that measured memory ran the model's own.
     length = min(size.max_model_len, info.max_position_embeddings)
     notes += rotary.install(model.module, length, info.source.name)
-    folder = disk_folder(model, config, plan, kernel_name, loaded_here=loaded_here)
     free = free_bytes(device)
     try:
         parts = bind(model, config, plan, size, kernel_name)
-        parts.disk_folder = folder
+        if folder is not None:
+            parts.disk_folder = engine_folder(folder, model, config, plan, kernel_name)
         return _made_ready(parts, graphs, notes, working)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

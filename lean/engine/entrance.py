@@ -96,11 +96,10 @@ class Entrance:
         """Move the first waiting request to the running ones, if there is room. Those that wait for the disk stay."""
         slots = sum(1 + len(request.siblings) for request in running)
         for place, request in enumerate(self.waiting):
-            slots += 1 + len(request.siblings)
-            if slots > self._config.max_num_seqs:
-                return False
             if request.reading is not None and not request.reading.done:
                 continue
+            if slots + 1 + len(request.siblings) > self._config.max_num_seqs:
+                return False
             now = self._moment(request, running)
             if now == self._in_vain:
                 return False

@@ -6,7 +6,9 @@ covered: the tokenizer, as contents are known by token ids; the chunk size and t
 ``deterministic`` their bits may differ within one run, too.
 """
 
+import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 from contextlib import suppress
@@ -14,27 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from lean.cache.disk_folder import DiskFolder, EngineFolder
 from lean.cache.plan import CachePlan
 from lean.config import DEFAULT_PREFIX_CACHE_SIZE, EngineConfig
-from lean.errors import ConfigError
-from lean.machine.processor import cpu_name
+from lean.errors import ConfigError, one_line
+from lean.machine.processor import cpu_features, cpu_name
 from lean.model.load import LoadedModel
-from lean.model.rotary import all_frequencies
+from lean.model.rotary import rotary_modules
 from lean.quant.formats import CODEC_VERSION
 from lean.store.home import write_atomically
 
 DIGESTS = "weights.json"
 
 
-def disk_folder(
-    model: LoadedModel, config: EngineConfig, plan: CachePlan, kernel_name: str, *, loaded_here: bool
-) -> EngineFolder | None:
-    """Where this engine keeps its prefix cache on disk; None where the configuration names no folder.
-
-    The model's rotary frequencies are installed.
+def open_folder(config: EngineConfig, *, loaded_here: bool) -> DiskFolder | None:
+    """The folder of the configuration, made where it is missing; None where it names none.
 
     Args:
         loaded_here: False: the caller gave a loaded model, whose weights may have been changed in memory.
@@ -48,9 +45,18 @@ def disk_folder(
         raise ConfigError(
             "prefix-cache-dir needs a model that the engine loads itself: give its name or path, not a LoadedModel"
         )
-    path = Path(config.prefix_cache_dir).expanduser().absolute()
-    folder = DiskFolder.create(path, config.prefix_cache_size or DEFAULT_PREFIX_CACHE_SIZE)
-    about = describe(model, config, plan, kernel_name, weights_digest(model, path / DIGESTS))
+    try:
+        path = Path(config.prefix_cache_dir).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(f"prefix-cache-dir {one_line(config.prefix_cache_dir)}: there is no such user") from None
+    return DiskFolder.create(path, config.prefix_cache_size or DEFAULT_PREFIX_CACHE_SIZE)
+
+
+def engine_folder(
+    folder: DiskFolder, model: LoadedModel, config: EngineConfig, plan: CachePlan, kernel_name: str
+) -> EngineFolder:
+    """Where this engine keeps its prefix cache in a folder. The model's rotary frequencies are installed."""
+    about = describe(model, config, plan, kernel_name, weights_digest(model, folder.path / DIGESTS))
     text = json.dumps({key: value for key, value in about.items() if key != "model"}, sort_keys=True)
     return EngineFolder(folder, hashlib.sha256(text.encode()).digest(), about)
 
@@ -60,7 +66,11 @@ def describe(
 ) -> dict[str, Any]:
     """What the fingerprint is made of, as JSON. The name of the model is for people, and no part of it."""
     info = model.info
-    frequencies = [table.double().numpy().tobytes() for table in all_frequencies(model.module)]
+    rotary = [
+        (str(kind), frequencies.double().cpu().tolist(), scaling)
+        for module in rotary_modules(model.module)
+        for kind, (frequencies, scaling) in module.lean_tables.items()  # type: ignore[union-attr, operator]
+    ]
     about: dict[str, Any] = {
         "model": info.source.name,
         "weights": weights,
@@ -83,14 +93,34 @@ def describe(
         ],
         "groups": [[group.residual_length, group.num_exact_sinks] for group in plan.groups],
         "states": [repr(state) for state in plan.states],
-        "rotary": hashlib.sha256(b"".join(frequencies)).hexdigest(),
+        "rotary": hashlib.sha256(repr(rotary).encode()).hexdigest(),
+        "code": _code_digest(),
+        "versions": [_version(package) for package in ("lean-inference", "transformers", "bitsandbytes")],
         "deterministic": None,
     }
     if config.deterministic:  # bits are promised, so everything that may change one counts
         device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu_name()
-        versions = [torch.__version__, transformers.__version__]
+        versions = [torch.__version__, _version("triton"), torch.get_float32_matmul_precision(), cpu_features()]
         about["deterministic"] = [*versions, kernel_name, torch.backends.cpu.get_cpu_capability(), device]
     return about
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _code_digest() -> str:
+    """sha256 of lean's own code that computes K and V: a fault that is mended there makes old files worthless."""
+    root, total = Path(__file__).parents[1], hashlib.sha256()
+    for folder in ("model", "kernels", "quant", "store/gguf"):
+        for file in sorted((root / folder).rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h") and file.is_file():
+                total.update(file.name.encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()
 
 
 def weights_digest(model: LoadedModel, known: Path) -> str:
@@ -102,7 +132,7 @@ def weights_digest(model: LoadedModel, known: Path) -> str:
     source = model.info.source
     files = [file for file, _, _ in source.weight_files()]
     if source.gguf_file is None:
-        files.append(source.folder / "config.json")
+        files += [source.folder / "config.json", *sorted(source.folder.glob("*.safetensors.index.json"))]
     if model.info.trust_remote_code:
         files += sorted(source.folder.glob("*.py"))
     stamp = repr([(os.path.realpath(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]])

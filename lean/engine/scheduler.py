@@ -190,9 +190,11 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Free the blocks of a request; where it has come to is where another one may go on."""
-        if request.num_computed_tokens:
-            self._keep(request, request.num_computed_tokens)
-        self._manager.free(request.seq_id)
+        try:
+            if request.num_computed_tokens:
+                self._keep(request, request.num_computed_tokens)
+        finally:
+            self._manager.free(request.seq_id)
 
     def _keep(self, request: Request, num_tokens: int) -> None:
         """Let other requests begin with the first tokens of this one, in full blocks."""

@@ -165,6 +165,14 @@ for number in range(10**6):
 """
 
 
+def wait_for_a_block(folder):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if any(kind.num_files for kind in DiskFolder.existing(folder).kinds()):
+            return
+        time.sleep(0.01)
+
+
 def test_writers_that_are_killed_at_any_moment_leave_no_damaged_block(tmp_path):
     """LEAN_KILLS=100 kills more. Two processes write into one folder that is too small for what they write."""
     kills, checked = int(os.environ.get("LEAN_KILLS", "6")), 0
@@ -173,6 +181,8 @@ def test_writers_that_are_killed_at_any_moment_leave_no_damaged_block(tmp_path):
         writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
         for writer in writers:
             assert writer.stdout.readline() == b"started\n"
+        if number % 3 == 0:  # some are killed before their first block is there
+            wait_for_a_block(tmp_path / "cache")
         time.sleep(0.002 * (number % 25))
         for writer in writers:
             writer.kill()

@@ -1,6 +1,7 @@
 """Fixtures for engines on a folder of the prefix cache."""
 
 import functools
+import math
 
 import census_models
 import pytest
@@ -8,6 +9,7 @@ from desk import KINDS
 from disk_cache import engine
 
 from lean import LLM
+from lean.cache import disk_tier
 from lean.cache.disk_tier import DiskTier
 
 
@@ -15,6 +17,7 @@ from lean.cache.disk_tier import DiskTier
 def reading_pays(monkeypatch):
     """Tiny models compute as fast as files are read; what is read here must not depend on the machine."""
     monkeypatch.setattr(DiskTier, "computed", lambda *_: None)
+    monkeypatch.setattr(disk_tier, "UNKNOWN_S", math.inf)
 
 
 @pytest.fixture(scope="session")
