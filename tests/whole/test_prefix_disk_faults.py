@@ -79,15 +79,105 @@ def test_a_full_queue_drops_blocks_and_the_next_request_writes_them(begin, monke
 
 
 def test_a_prefix_that_is_slower_to_read_than_to_compute_is_computed(begin):
+    one, prompt, other = begin(), tokens(60), tokens(60, 2)
+    first = said(one, prompt)
+    said(one, other)
+    written(one)
+    two = begin()
+    assert said(two, other)[0] == 48  # the speed of the disk is known now
+    LEARN(scheduler(two).disk, 1000, 1e-9)  # 1e12 tokens a second
+    assert said(two, prompt) == (0, first[1])
+    assert two.stats().disk.slower == 1
+    written(two)
+
+
+def test_a_disk_that_does_not_answer_is_left_once_computing_would_be_faster(begin, monkeypatch):
     one, prompt = begin(), tokens(60)
     first = said(one, prompt)
     written(one)
+    two, held = begin(), threading.Event()
+    read = disk_queues.EngineFolder.read
+    monkeypatch.setattr(disk_queues.EngineFolder, "read", lambda *args: held.wait() and read(*args))
+    LEARN(scheduler(two).disk, 1000, 0.1)
+    assert said(two, prompt) == (0, first[1])
+    assert two.stats().disk.slower == 1
+    held.set()
+    written(two)
+
+
+def test_requests_with_the_same_prefix_read_it_once(begin):
+    one, prompt = begin(), tokens(60)
+    said(one, prompt)
+    written(one)
     two = begin()
-    LEARN(scheduler(two).disk, 1000, 1e-9)  # 1e12 tokens a second
-    for count in (1, 2):  # the second time the speed of the disk is known
-        assert said(two, prompt) == (0, first[1])
-        assert two.stats().disk.slower == count
-        scheduler(two).prefix.reset()
+    outputs = two.generate([[*prompt, seed] for seed in range(6)], ask(2))
+    assert [out.cached_tokens for out in outputs] == [48] * 6
+    assert two.stats().disk.blocks_read == 5  # three quantized blocks, and two exact ones
+    written(two)
+
+
+@pytest.mark.parametrize("call", ["read_blocks", "write_blocks"])
+def test_a_copy_that_fails_costs_the_files_and_nothing_else(begin, monkeypatch, caplog, call):
+    one, prompt = begin(), tokens(60)
+    first = said(one, prompt)
+    written(one)
+
+    def fail(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    two = begin()
+    monkeypatch.setattr(two.cache, call, fail)
+    with caplog.at_level(logging.WARNING):
+        assert said(two, prompt)[1] == first[1]
+        assert said(two, tokens(60, 3))[0] == 0
+    assert len([record for record in caplog.records if "out of memory" in record.getMessage()]) == 1
+    written(two)
+
+
+def test_an_engine_that_was_closed_goes_on_without_the_folder(begin):
+    one, prompt = begin(), tokens(60)
+    first = said(one, prompt)
+    written(one)
+    kept = len(files(one))
+    assert said(one, prompt) == (48, first[1])
+    scheduler(one).prefix.reset()
+    assert said(one, prompt) == first
+    assert said(one, tokens(60, 2))[0] == 0
+    assert len(files(one)) == kept
+    one.reset_prefix_cache()
+    assert files(one) == []
+    assert said(one, prompt) == first
+    written(one)
+
+
+def test_after_a_removal_that_failed_nothing_is_read(begin, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    one, prompt = begin(), tokens(60)
+    first = said(one, prompt)
+    scheduler(one).disk.flush()
+    monkeypatch.setattr("pathlib.Path.unlink", refuse)
+    with caplog.at_level(logging.WARNING):
+        one.reset_prefix_cache()
+        scheduler(one).disk.flush()
+        assert said(one, prompt) == first
+    assert one.stats().disk.blocks_read == 0
+    assert any("not read any more" in record.getMessage() for record in caplog.records)
+    monkeypatch.undo()
+    written(one)
+
+
+def test_a_prefix_that_memory_gives_all_day_stays_on_disk(begin):
+    one, prompt = begin(form="fp32", prefix_cache_size=60_000), tokens(60)
+    said(one, prompt)
+    for seed in range(1, 13):
+        said(one, tokens(100, seed))
+        assert said(one, [*prompt, seed])[0] == 48
+        scheduler(one).disk.flush()
+    written(one)
+    two = begin(form="fp32")
+    assert said(two, prompt)[0] == 48
     written(two)
 
 
