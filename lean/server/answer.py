@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -17,6 +16,7 @@ from lean.server.frames import DONE, WAITING, Frames, encode, event
 from lean.server.loop import Job, Part
 from lean.server.service import new_id
 from lean.server.shapes import usage
+from lean.server.silence import Silence
 
 if TYPE_CHECKING:
     from lean.server.prepare import Prepared
@@ -119,10 +119,15 @@ class Answer(Response):
         headers.append((b"x-accel-buffering", b"no"))  # nginx would collect frames
         await self._start(send, 200, headers)  # it goes out now, before the prompt has been computed
         begun: set[int] = set()
-        while parts := await self._next_parts(send):
-            data = b"".join(self._frames_of(part, frames, begun) for part in parts)
-            if data:
-                await self._write(send, data)
+        silence = Silence(PING_S, self._job.wake)
+        try:
+            while (parts := await self._job.parts()) or not self._job.ended:
+                data = b"".join([self._frames_of(part, frames, begun) for part in parts]) if parts else WAITING
+                if data:
+                    silence.end()
+                    await self._write(send, data)
+        finally:
+            silence.stop()
         last = frames.usage(self._usage()) if prepared.include_usage else b""
         await self._write(send, last + DONE, more=False)
 
@@ -136,14 +141,6 @@ class Answer(Response):
         if piece.text or piece.finish_reason is not None or piece.logprobs is not None:
             data += frames.piece(choice.index, piece, self._usage() if self._prepared.usage_in_chunks else None)
         return data
-
-    async def _next_parts(self, send: Send) -> list[Part]:
-        """The next parts; comments are sent while there are none."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PING_S):
-                    return await self._job.parts()
-            await self._write(send, WAITING)
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._begun = True
