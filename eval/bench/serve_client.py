@@ -11,7 +11,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-HEALTH_S = 0.05  # between two questions for the server's health
+HEALTH_S = 0.1  # between two questions for the server's health, each of which costs about as much as some frames
 ROUND_S = 1800  # until a round counts as failed
 _EVENT, _END, _ERROR = b"data: {", b"data: [DONE]", b'data: {"error"'
 _USAGE = b'"choices":[],'  # in the one chunk that has nothing but the usage

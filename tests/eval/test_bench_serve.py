@@ -18,7 +18,7 @@ def test_every_number_of_streams_gets_a_row(tiny):
     assert [(one["streams"], one["prompt_tokens"], one["tokens"]) for one in rows] == [(1, 8, 5), (3, 8, 5), (1, 40, 1)]
     assert [one["computed"] for one in rows] == [8 + 5, 3 * (8 + 5), 40 + 1]
     assert all(one["tokens_per_s"] > 0 and one["generate_tokens_per_s"] > 0 for one in rows)
-    assert all(one["gap_p99"] >= one["gap_p50"] > 0 for one in rows[:2])
+    assert all(one["gap_p99"] >= one["gap_p50"] >= 0 for one in rows[:2])
 
 
 def test_figures_are_medians_of_rounds_and_quantiles_of_requests():
