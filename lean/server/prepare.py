@@ -168,8 +168,6 @@ class Preparer:
         request = read_body(DetokenizeRequest, body)
         unknown_fields(request)
         self.check_model(request.model)
-        if request.tokens is None:
-            raise bad_field("tokens", "is missing")
         self._check_ids(request.tokens, "tokens", self.vocab_size)
         return {"prompt": self.tokenizer.decode(request.tokens)}
 
