@@ -11,6 +11,7 @@ import pytest
 from http_server import WAIT_S, error_of, loader, served
 
 from lean.server.loop import MOST_FAILURES
+from lean.server.prepare import LARGE_BODY, Preparer
 
 LONG = {"prompt": "hello", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -131,6 +132,37 @@ def test_a_client_that_never_reads_holds_nobody_up(shared):
         for stream in (False, True):
             assert shared.complete("hello", max_tokens=3, stream=stream).status_code == 200
         assert shared.http.get("/health").status_code == 200
+    shared.assert_idle()
+
+
+def test_a_text_that_is_too_long_in_any_case_is_refused_before_it_is_tokenized(shared, monkeypatch):
+    monkeypatch.delattr("lean.server.prepare.token_ids")
+    monkeypatch.delattr("lean.server.prepare.encode_chat")
+    for response, field in ((shared.complete("x" * 3_000_000), "prompt"), (shared.chat("x" * 3_000_000), "messages")):
+        assert error_of(response)[:2] == (400, field)
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    shared.assert_idle()
+
+
+def test_large_bodies_that_take_long_to_read_hold_up_no_small_ones(shared, monkeypatch):
+    gate, tokenize = threading.Event(), Preparer.tokenize
+
+    def slow(preparer, body):
+        assert len(body) < LARGE_BODY or gate.wait(WAIT_S)
+        return tokenize(preparer, body)
+
+    monkeypatch.setattr(Preparer, "tokenize", slow)
+    large = [threading.Thread(target=shared.post, args=("/tokenize", {"prompt": "x" * LARGE_BODY})) for _ in range(3)]
+    for thread in large:
+        thread.start()
+    try:
+        shared.wait_until(lambda: shared.service.in_flight == len(large))
+        assert shared.post("/tokenize", {"prompt": "hi"}).json()["count"] == 2
+        assert shared.complete("hello", max_tokens=1).status_code == 200
+    finally:
+        gate.set()
+        for thread in large:
+            thread.join(WAIT_S)
     shared.assert_idle()
 
 
