@@ -30,8 +30,8 @@ LEAST_MINUTES = 5.0  # a shorter run says nothing about memory: the server's fir
 READ_TIMEOUT_S, WRITE_TIMEOUT_S, SHUTDOWN_S = 2, 1, 1
 IDLE_S = 60.0  # until nothing may run any more, on a busy machine
 OPTIONS = (
-    "--no-probe", "--device=cpu", "--block-size=16", "--num-blocks=40", "--max-num-seqs=6", "--prefill-chunk=64",
-    f"--max-model-len={MODEL_LENGTH}", "--max-waiting=16", f"--max-body-size={BODY_LIMIT}",
+    "--no-probe", "--device=cpu", "--threads=1", "--block-size=16", "--num-blocks=40", "--max-num-seqs=6",
+    "--prefill-chunk=64", f"--max-model-len={MODEL_LENGTH}", "--max-waiting=16", f"--max-body-size={BODY_LIMIT}",
     f"--read-timeout={READ_TIMEOUT_S}", f"--write-timeout={WRITE_TIMEOUT_S}", f"--shutdown-timeout={SHUTDOWN_S}",
 )  # fmt: skip
 TEMPLATE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"

@@ -86,6 +86,17 @@ def test_a_streamed_chat_says_what_a_whole_one_does(server):
     assert all(event["object"] == "chat.completion.chunk" and "usage" not in event for event in events)
 
 
+def test_pieces_of_a_stream_make_the_whole_text_also_where_characters_are_cut(server):
+    cut = 0
+    for seed in range(8):  # random bytes: most are no characters, and ends lie within characters
+        body = {"prompt": "é😀", "max_tokens": 1 + 3 * seed, "temperature": 1, "seed": seed, "ignore_eos": True}
+        whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
+        events = server.events("/v1/completions", body)
+        assert "".join(event["choices"][0]["text"] for event in events) == whole
+        cut += "\ufffd" in whole
+    assert cut
+
+
 def test_usage_comes_last_or_in_every_chunk(server):
     options = {"include_usage": True}
     *chunks, last = server.events("/v1/chat/completions", {**HI, **GREEDY, "stream_options": options})
