@@ -96,6 +96,8 @@ class Answer(Response):
             for part in parts:
                 self._take(part).add(part.output)
         answer = {**self._head, "choices": [choice.whole() for choice in self._choices], "usage": self._usage()}
+        if self._prepared.chat:
+            answer |= self._choices[0].prompt_logprobs()
         body = encode(answer)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._start(send, 200, headers)

@@ -136,6 +136,13 @@ def test_prompt_logprobs_are_reported_by_token_id(server):
         assert entry[str(token)]["decoded_token"] in "abc"
 
 
+def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(server):
+    body = server.chat("abc", prompt_logprobs=1, max_tokens=1, n=2, temperature=1).json()
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+    assert all("prompt_logprobs" not in choice for choice in body["choices"])
+    assert "prompt_logprobs" not in server.chat("abc", max_tokens=1).json()
+
+
 def test_stop_strings_end_an_answer_before_them(server):
     whole = expected(server, ids_of("hello"), max_tokens=40).text
     stop = whole[10:12]
