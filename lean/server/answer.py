@@ -119,7 +119,11 @@ class Answer(Response):
                 yield before
                 yield from pieces(choice.whole())
                 before = b","
-            yield b'],"usage":' + encode(self._usage()) + b"}"
+            yield b'],"usage":' + encode(self._usage())
+            for key, value in (self._choices[0].prompt_logprobs() if self._prepared.chat else {}).items():
+                yield b"," + encode(key) + b":"
+                yield from pieces(value)
+            yield b"}"
 
         return in_blocks(parts())
 
