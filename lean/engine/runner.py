@@ -91,10 +91,10 @@ class Runner:
     @contextmanager
     def _products(self, rows: int) -> Iterator[None]:
         """Selects how ``rows`` rows are multiplied with the weights."""
-        with self._matmul_backend(rows), self._row_bits():
+        with self._matmul_backend(rows), self.row_bits():
             yield
 
-    def _row_bits(self) -> AbstractContextManager:
+    def row_bits(self) -> AbstractContextManager:
         """In deterministic mode, what is computed for a row does not depend on the other rows."""
         return RowTiledProducts() if self._deterministic else nullcontext()
 
@@ -182,13 +182,15 @@ class Runner:
         hidden = self.run(chunks)
         rows = hidden.split([chunk.end - chunk.start for chunk in chunks])
         drawing = [index for index, chunk in enumerate(chunks) if chunk.draws]
-        logits = self._token_logits(torch.cat([rows[index][-1:] for index in drawing]) if drawing else hidden[:0])
+        num_tokens = self.model.token_limit
+        last = torch.cat([rows[index][-1:] for index in drawing]) if drawing else hidden[:0]
+        logits = self.logits(last) if drawing else last.new_zeros(0, self.model.vocab_size)
         scoring = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.request.params.prompt_logprobs is not None]
         measured = [self._measure_prompt(chunk, rows[i]) for i, chunk in scoring]
-        flags = torch.cat([finite_rows(logits[:, : self.model.token_limit]), finite_rows(hidden)])
+        flags = torch.cat([finite_rows(logits[:, :num_tokens]), finite_rows(hidden)])
         turns = [turn for row, index in enumerate(drawing) for turn in _turns(chunks[index].request, row)]
-        with self._row_bits():
-            drawn, others = sample(logits, turns, [flags, *itertools.chain(*measured)])
+        with self.row_bits():
+            drawn, others = sample(logits, turns, [flags, *itertools.chain(*measured)], num_tokens)
         samples = iter(drawn)
         found = {index: [*itertools.islice(samples, 1 + len(chunks[index].request.siblings))] for index in drawing}
         good = iter(others[0].astype(bool).tolist())
@@ -203,12 +205,6 @@ class Runner:
             finite,
         )
 
-    def _token_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab] with those that belong to no token at -inf."""
-        logits = self.logits(hidden) if len(hidden) else hidden.new_zeros(0, self.model.vocab_size)
-        logits[:, self.model.token_limit :] = -torch.inf
-        return logits
-
     def _measure_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict, see `measure`.
 
@@ -220,9 +216,9 @@ class Runner:
         start, top = first - 1 - chunk.start, request.params.prompt_logprobs or 0
         found = []
         for part in self.model.logit_slices(len(targets)):
-            logits = self._token_logits(hidden[start + part.start : start + part.stop])
-            with self._row_bits():
-                found.append(measure(logits, targets[part], top))
+            logits = self.logits(hidden[start + part.start : start + part.stop])
+            with self.row_bits():
+                found.append(measure(logits, targets[part], top, self.model.token_limit))
         return found
 
     @torch.inference_mode()
