@@ -98,10 +98,10 @@ class Runner:
     @contextmanager
     def _products(self, rows: int) -> Iterator[None]:
         """Selects how ``rows`` rows are multiplied with the weights."""
-        with self._matmul_backend(rows), self._row_bits():
+        with self._matmul_backend(rows), self.row_bits():
             yield
 
-    def _row_bits(self) -> AbstractContextManager:
+    def row_bits(self) -> AbstractContextManager:
         """In deterministic mode, what is computed for a row does not depend on the other rows."""
         return RowTiledProducts() if self._deterministic else nullcontext()
 
@@ -189,15 +189,17 @@ class Runner:
         hidden = self.run(chunks)
         rows = hidden.split([chunk.end - chunk.start for chunk in chunks])
         drawing = [index for index, chunk in enumerate(chunks) if chunk.draws]
-        logits = self._token_logits(torch.cat([rows[index][-1:] for index in drawing]) if drawing else hidden[:0])
+        num_tokens = self.model.token_limit
+        last = torch.cat([rows[index][-1:] for index in drawing]) if drawing else hidden[:0]
+        logits = self.logits(last) if drawing else last.new_zeros(0, self.model.vocab_size)
         scoring = [i for i, chunk in enumerate(chunks) if chunk.request.params.prompt_logprobs is not None]
         measured = {i: self._measure_prompt(chunks[i], rows[i]) for i in scoring}
-        tests = [finite_rows(logits[:, : self.model.token_limit]), finite_rows(hidden)]
+        tests = [finite_rows(logits[:, :num_tokens]), finite_rows(hidden)]
         tests += itertools.chain(*(own.finite for own in measured.values()))
         turns = [turn for row, index in enumerate(drawing) for turn in _turns(chunks[index].request, row)]
-        with self._row_bits():
+        with self.row_bits():
             logprobs = itertools.chain(*(own.logprobs for own in measured.values()))
-            drawn, others = sample(logits, turns, [torch.cat(tests), *logprobs])
+            drawn, others = sample(logits, turns, [torch.cat(tests), *logprobs], num_tokens)
         samples = iter(drawn)
         found = {index: [*itertools.islice(samples, 1 + len(chunks[index].request.siblings))] for index in drawing}
         good = iter(others[0].astype(bool).tolist())
@@ -214,12 +216,6 @@ class Runner:
             finite,
         )
 
-    def _token_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab] with those that belong to no token at -inf."""
-        logits = self.logits(hidden) if len(hidden) else hidden.new_zeros(0, self.model.vocab_size)
-        logits[:, self.model.token_limit :] = -torch.inf
-        return logits
-
     def _measure_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> Measured:
         """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict.
 
@@ -231,9 +227,9 @@ class Runner:
         start, top = first - 1 - chunk.start, request.params.prompt_logprobs or 0
         found = Measured([], [])
         for part in self.model.logit_slices(len(targets)):
-            logits = self._token_logits(hidden[start + part.start : start + part.stop])
-            with self._row_bits():
-                logprobs = measure(logits, targets[part], top)
+            logits = self.logits(hidden[start + part.start : start + part.stop])
+            with self.row_bits():
+                logprobs = measure(logits, targets[part], top, self.model.token_limit)
             # Finite logits that differ by more than the largest number give a log-probability of -inf.
             finite = finite_rows(logits[:, : self.model.token_limit]) & logprobs[:, 2, 0].isfinite()
             found.logprobs.append(logprobs)

@@ -283,10 +283,11 @@ class Preparer:
             if not ids:
                 raise bad_field(name, "must not be empty")
             if len(ids) >= self.max_model_len:
+                # Clients know this error by these words: "prompt is too long", "maximum context length".
                 raise bad_field(
                     name,
-                    f"has {len(ids)} tokens, and this server takes at most {self.max_model_len} for prompt and answer "
-                    "together",
+                    f"has {len(ids)} tokens, so the prompt is too long: the maximum context length is "
+                    f"{self.max_model_len} tokens for prompt and answer together",
                     TOO_LONG,
                 )
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from http_server import CONTROL, chat_tokenizer, error_of, loader, served
+from tiny import EOS
 
 from lean import SamplingParams
 
@@ -120,6 +121,13 @@ def test_an_echoed_prompt_has_the_engines_log_probabilities(server):
     assert choice["text"].startswith("hello there")
     assert choice["logprobs"]["text_offset"] == [*range(len(ids)), len(ids)]
     assert all(max(top.values()) >= one for top, one in zip(choice["logprobs"]["top_logprobs"][1:], found[1:]))
+
+
+def test_an_answer_that_is_the_end_of_sequence_alone_has_its_log_probability_behind_the_prompts(server):
+    """lm-eval drops the last log-probability: it must not be one of the prompt's."""
+    body = server.complete("abc", echo=True, logprobs=1, max_tokens=1, logit_bias={str(EOS): 100}).json()
+    choice = body["choices"][0]
+    assert (choice["text"], choice["finish_reason"], len(choice["logprobs"]["token_logprobs"])) == ("abc", "stop", 4)
 
 
 def test_an_echo_alone_generates_nothing(server):
