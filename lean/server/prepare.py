@@ -211,7 +211,7 @@ class Preparer:
             no_answer=self._most_tokens(request) == 0,
             stream=bool(request.stream),
             include_usage=bool(options and options.include_usage),
-            usage_in_chunks=bool(options and options.continuous_usage_stats),
+            usage_in_chunks=bool(options and options.include_usage and options.continuous_usage_stats),
             unknown=unknown,
             cache_salt=request.cache_salt,
         )

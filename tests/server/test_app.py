@@ -109,6 +109,9 @@ def test_usage_comes_last_or_in_every_chunk(server):
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == last["usage"]["completion_tokens"] == 5
+    options["include_usage"] = False
+    chunks = server.events("/v1/completions", {"prompt": "a", **GREEDY, "stream_options": options})
+    assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
 
 def test_an_echoed_prompt_has_the_engines_log_probabilities(server):
