@@ -1,7 +1,7 @@
 """Reports about an engine, its model and its cache: the start-up line, the closing line, JSON objects."""
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lean.cache.plan import CachePlan, plan_cache
@@ -62,11 +62,12 @@ def start_up_line(llm: "LLM") -> str:
 
 def weights_line(use: "WeightUse") -> str:
     """The formats and bytes of quantized weights."""
-    if use.formats:
+    if use.formats or use.kept:
+        bits = f"{use.bits:.2f} bits in " if use.formats else ""
         counts = [f"{count} {kind}" for kind, count in use.formats]
         counts += [f"{count} unquantized ({reason})" for reason, count in use.kept]
         return (
-            f"weights {use.bits:.2f} bits in {', '.join(counts)} tensors, "
+            f"weights {bits}{', '.join(counts)} tensors, "
             f"{mib(use.quantized_bytes)} + {mib(use.exact_bytes)} unquantized"
         )
     rest = "" if use.num_quantized == use.num_linear else f" of {use.num_linear}"
@@ -86,7 +87,7 @@ def weights_report(use: "WeightUse") -> dict[str, Any]:
         "layers_linear": use.num_linear,
         "bytes_quantized": use.quantized_bytes,
         "bytes_exact": use.exact_bytes,
-        **({"tensors": dict(use.formats), "unquantized": dict(use.kept)} if use.formats else {}),
+        **({"tensors": dict(use.formats), "unquantized": dict(use.kept)} if use.formats or use.kept else {}),
     }
 
 
@@ -196,8 +197,11 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     from lean.store.source import resolve
 
     source = resolve(name, trust_remote_code=trust_remote_code)
-    info = inspect_model(source, EngineConfig(trust_remote_code=trust_remote_code))
-    kept = inspect_model(source, EngineConfig(trust_remote_code=trust_remote_code, quantization="auto", device="cpu"))
+    config = EngineConfig(trust_remote_code=trust_remote_code)
+    auto = replace(config, quantization="auto")
+    info = inspect_model(source, config if source.gguf_file is None else auto)
+    packing = inspect_model(source, auto).packing if source.original is not None else info.packing
+    exact_bytes = info.weight_bytes if info.packing is None else info.parameters * info.dtype.itemsize
 
     def plan(kv_dtype: str) -> CachePlan | None:
         try:
@@ -219,9 +223,9 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
         "model_type": info.config.model_type,
         "parameters": info.parameters,
         "dtype": str(info.dtype).removeprefix("torch."),
-        "weights": packing_line(kept.packing, info.weight_bytes),
-        "weight_bytes": info.weight_bytes,
-        "weight_bytes_packed": kept.packing.nbytes if kept.packing is not None and kept.packing.weights else None,
+        "weights": packing_line(packing, exact_bytes),
+        "weight_bytes": exact_bytes,
+        "weight_bytes_packed": packing.nbytes if packing is not None and packing.weights else None,
         "layers": len(layers),
         "num_q_heads": one_or_all([layer.num_q_heads for layer in layers]),
         "num_kv_heads": one_or_all([layer.num_kv_heads for layer in layers]),

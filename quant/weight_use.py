@@ -33,5 +33,5 @@ class WeightUse:
 
     @property
     def bits(self) -> float:
-        """Bits per quantized weight, scales included."""
-        return 8 * self.quantized_bytes / self.num_weights
+        """Bits per quantized weight, scales included; 0 where none is."""
+        return 8 * self.quantized_bytes / self.num_weights if self.num_weights else 0.0

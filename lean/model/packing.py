@@ -153,9 +153,10 @@ def plan_packing(
             target = targets.get(f"{paths[id(owner)]}.{key}")
             served = id(owner) in inside or owner is head
             chosen = _choose(owner, embedding, weight, method, target) if served else "outside of the decoder"
-            if chosen == "int4" or chosen == "int8":
+            kind: Kind | None = "int4" if chosen == "int4" else "int8" if chosen == "int8" else None
+            if kind is not None:
                 also = paths[id(head)] if tied and owner is embedding else None
-                weights.append(Weight(paths[id(owner)], *weight.shape, chosen, also, target))
+                weights.append(Weight(paths[id(owner)], weight.shape[0], weight.shape[1], kind, also, target))
             else:
                 kept[chosen] += 1
     if method == "stored" and may_time:

@@ -170,6 +170,8 @@ def test_unquantized_tensors_of_a_file_stay_as_they_are(tiny, tmp_path):
     model, plain = read(file), read(file, "none")
     assert model.weights.formats == ()
     assert dict(model.weights.kept) == {"stored as F32": 16}
+    assert weights_line(model.weights).startswith("weights 16 unquantized (stored as F32) tensors, ")
+    assert weights_report(model.weights)["bits"] == 0
     for (name, one), other in zip(model.module.named_parameters(), plain.module.parameters()):
         assert torch.equal(one, other), name
 
