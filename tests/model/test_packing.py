@@ -1,5 +1,8 @@
 """Weights of a file stay in its bits: what is packed equals the file, and what is not is counted with its reason."""
 
+import shutil
+from dataclasses import replace
+
 import gguf_files
 import numpy as np
 import pytest
@@ -250,6 +253,17 @@ def test_unquantized_checkpoints_are_quantized_at_load(tiny, quantization, most)
     assert isinstance(embedding, Int8Embedding)
     [out] = LLM(model, EngineConfig()).generate([tokens(9)], SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(out.token_ids) == 3
+
+
+def test_a_pulled_model_is_packed_from_the_file_that_lies_beside_its_checkpoint(tiny, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny("llama", **NARROW), tmp_path / "pulled")
+    file = file_of(folder, folder, Q4_1, monkeypatch)
+    source = replace(resolve(str(folder)), original=file.name)
+    info = inspect_model(source, EngineConfig(quantization="auto"))
+    assert info.packing.formats == {"int4": 14}
+    assert info.source.gguf_file == file.name
+    for options in ({}, {"quantization": "auto", "dtype": "float32"}):
+        assert inspect_model(source, EngineConfig(**options)).source == source
 
 
 def test_layers_that_no_product_takes_stay_exact_and_are_counted(tmp_path):
