@@ -8,7 +8,7 @@ MODEL ?= smollm2-135m
 PROMPT ?= Explain in two sentences why the sky is blue.
 
 .NOTPARALLEL:
-.PHONY: demo test test-slow test-matrix census lint bench fidelity kernels clean
+.PHONY: demo test test-slow test-matrix clients census lint bench fidelity kernels clean
 
 demo: .venv/.installed
 	$(BIN)/lean run $(MODEL) "$(PROMPT)"
@@ -22,6 +22,9 @@ test-slow: .venv/.installed-dev
 # PYTHONS="PATH ..." names interpreters, MATRIX="--only 'Python 3.12' tests/cli" rows and arguments of pytest.
 test-matrix:
 	$(PYTHON) -P tests/support/matrix.py $(MATRIX)
+
+# Clients of the server that nobody here wrote. Their tests run where LEAN_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python.
+clients: .venv-clients/.installed
 
 # CENSUS="--types falcon gpt_neo" runs some types, CENSUS=--write writes docs/models.md.
 census: .venv/.installed-dev
@@ -45,7 +48,7 @@ kernels: .venv/.installed-dev
 	$(KERNELS) --target $(NVIDIA) gfx90a gfx942 gfx1100 --kernel decode prefill kv_write
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-clients build dist *.egg-info
 
 # A torch that $(PYTHON) has already serves; otherwise the tested release is installed: on a machine with an NVIDIA
 # driver the default (CUDA) build, which === asks for, elsewhere a CPU build where pip is pointed at one.
@@ -75,3 +78,13 @@ HAS_TRITON := import sys, importlib.util as u; raise SystemExit(sys.platform == 
 	@$(BIN)/python -P -c '$(HAS_TRITON)' || $(PIP) "triton==$(TRITON)"
 	@$(PIP) -e ".[dev]"
 	@touch $@ .venv/.installed
+
+# They are installed without lean and torch, by the pip of .venv. Without a network this ends soon, with an error.
+CLIENTS = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["serve-test"])
+
+.venv-clients/.installed: pyproject.toml | .venv/.torch
+	@echo "installing clients of the server into .venv-clients"
+	@$(PYTHON) -m venv --clear --without-pip .venv-clients
+	@$(BIN)/python -m pip --python .venv-clients/bin/python --disable-pip-version-check --retries 1 --timeout 10 \
+	  install --quiet --no-compile $$($(PYTHON) -c '$(CLIENTS)')
+	@touch $@

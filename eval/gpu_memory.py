@@ -148,7 +148,7 @@ def share_card(card: int, model: Architecture, config: EngineConfig) -> Share:
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(model.kind, **model.fields), dtype=torch.float32)
     info = _info(model, whole, config)
-    weights = info.gpu_bytes(config.quantization)
+    weights = info.gpu_bytes(None if config.quantization == "none" else config.quantization)
     working = _working(model, info, config)
     if config.quantization == "bnb-4bit":  # a product of several rows first makes an exact copy of its layer
         copy = max(part.weight.nbytes for part in whole.get_decoder().modules() if isinstance(part, torch.nn.Linear))
@@ -196,7 +196,7 @@ def rows(cases: Iterable[tuple[int, Architecture, str | None, tuple[str, ...]]] 
     found = []
     for card, model, quantization, presets in cases:
         for preset in presets:
-            config = replace(Options.from_yaml(CONFIGS / f"{preset}.yaml").engine, quantization=quantization)
+            config = replace(Options.from_yaml(CONFIGS / f"{preset}.yaml").engine, quantization=quantization or "none")
             share = share_card(card * GIB, model, config)
             name = model.name + (f", {quantization}" if quantization else "")
             sizes = (share.weights, *share.working, share.cache, share.left)

@@ -18,7 +18,7 @@ DEFAULT_CHAT_MAX_TOKENS = 1024
 DEFAULT_STEP_TOKENS = 512
 DEFAULT_PREFIX_CACHE_SIZE = 10 * 2**30  # bytes on disk
 LATENT_PREFILL_CHUNK = 2048  # expanding the vectors in the cache for every chunk (`lean.model.expansion`) costs less
-QUANTIZATIONS = ("bnb-4bit", "bnb-8bit")
+QUANTIZATIONS = ("auto", "none", "int4", "int8", "bnb-4bit", "bnb-8bit")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 _MOST = 2**31 - 1  # tokens, sequences and blocks are counted in 32 bits where kernels count them
@@ -79,8 +79,10 @@ class EngineConfig:
             larger.
         dtype: dtype of weights and activations; ``auto`` is the checkpoint's, or what the GPU is fast in
             (`lean.model.dtype`).
-        quantization: ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8, on a GPU): bitsandbytes quantizes the decoder's linear
-            layers. Embeddings and head stay unquantized.
+        quantization: of the weights. ``none``: all in ``dtype``; ``auto`` keeps a GGUF file's 4 or 8 bits, on a CPU in
+            bfloat16, and leaves other weights as they are; ``int4`` and ``int8`` quantize any checkpoint at load, on a
+            CPU (`lean.model.packing`); ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8,
+            on a GPU): bitsandbytes quantizes the decoder's linear layers.
         device: ``auto`` is the first GPU that torch has code for, else the CPU.
         threads: CPU threads of this process; None: torch's choice, at most the CPU quota (`lean.threads`).
         deterministic: compute linear layers and expert products in fixed row tiles, so that neither the chunk size nor
@@ -108,7 +110,7 @@ class EngineConfig:
     max_num_seqs: int = 8
     max_num_batched_tokens: int | None = None
     dtype: str = "auto"
-    quantization: str | None = None
+    quantization: str = "none"
     device: str = "auto"
     threads: int | None = None
     deterministic: bool = False
@@ -128,9 +130,9 @@ class EngineConfig:
             refuse("block_size", f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
         if self.dtype not in DTYPES:
             refuse("dtype", f"must be one of {', '.join(DTYPES)}")
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            refuse("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, or left out")
-        if self.quantization is not None and self.dtype == "float64":
+        if self.quantization not in QUANTIZATIONS:
+            refuse("quantization", f"must be one of {', '.join(QUANTIZATIONS)}")
+        if self.quantization not in ("auto", "none") and self.dtype == "float64":
             refuse("quantization", "cannot be combined with dtype float64: remove one of them")
         for field, (least, most) in _RANGES.items():
             value = getattr(self, field)

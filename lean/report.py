@@ -1,7 +1,7 @@
 """Reports about an engine, its model and its cache: the start-up line, the closing line, JSON objects."""
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from lean.cache.plan import CachePlan, plan_cache
@@ -13,7 +13,8 @@ from lean.units import ENDLESS, mib
 if TYPE_CHECKING:
     from lean.engine.request import RequestOutput
     from lean.llm import LLM
-    from lean.quant.weights import WeightUse
+    from lean.model.packing import Packing
+    from lean.quant.weight_use import WeightUse
     from lean.store.gguf.file import GgufFile
 
 
@@ -60,7 +61,15 @@ def start_up_line(llm: "LLM") -> str:
 
 
 def weights_line(use: "WeightUse") -> str:
-    """The format and bytes of quantized weights."""
+    """The formats and bytes of quantized weights."""
+    if use.formats or use.kept:
+        bits = f"{use.bits:.2f} bits in " if use.formats else ""
+        counts = [f"{count} {kind}" for kind, count in use.formats]
+        counts += [f"{count} unquantized ({reason})" for reason, count in use.kept]
+        return (
+            f"weights {bits}{', '.join(counts)} tensors, "
+            f"{mib(use.quantized_bytes)} + {mib(use.exact_bytes)} unquantized"
+        )
     rest = "" if use.num_quantized == use.num_linear else f" of {use.num_linear}"
     slow = "" if use.fused else " (dequantized for every product: slow)"
     return (
@@ -78,6 +87,7 @@ def weights_report(use: "WeightUse") -> dict[str, Any]:
         "layers_linear": use.num_linear,
         "bytes_quantized": use.quantized_bytes,
         "bytes_exact": use.exact_bytes,
+        **({"tensors": dict(use.formats), "unquantized": dict(use.kept)} if use.formats or use.kept else {}),
     }
 
 
@@ -169,6 +179,17 @@ def closing_line(report: dict[str, Any]) -> str:
     )
 
 
+def packing_line(packing: "Packing | None", exact_bytes: int) -> str:
+    """What the weights of a model take, before they are loaded. ``exact_bytes``: unquantized."""
+    if packing is None or not packing.weights:
+        return f"{mib(exact_bytes)} unquantized"
+    counts = [f"{count} {kind}" for kind, count in packing.formats.items()]
+    counts += [f"{count} unquantized ({reason})" for reason, count in packing.kept.items()]
+    return (
+        f"{mib(exact_bytes)} unquantized; with --quantization auto {mib(packing.nbytes)}: {', '.join(counts)} tensors"
+    )
+
+
 def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The object of ``info --json``. Bytes cover all layers; null for a format that does not support the head_dim."""
     from lean.model.info import inspect_model
@@ -176,7 +197,11 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     from lean.store.source import resolve
 
     source = resolve(name, trust_remote_code=trust_remote_code)
-    info = inspect_model(source, EngineConfig(trust_remote_code=trust_remote_code))
+    config = EngineConfig(trust_remote_code=trust_remote_code)
+    auto = replace(config, quantization="auto")
+    info = inspect_model(source, config if source.gguf_file is None else auto)
+    packing = inspect_model(source, auto).packing if source.original is not None else info.packing
+    exact_bytes = info.weight_bytes if info.packing is None else info.parameters * info.dtype.itemsize
 
     def plan(kv_dtype: str) -> CachePlan | None:
         try:
@@ -198,6 +223,9 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
         "model_type": info.config.model_type,
         "parameters": info.parameters,
         "dtype": str(info.dtype).removeprefix("torch."),
+        "weights": packing_line(packing, exact_bytes),
+        "weight_bytes": exact_bytes,
+        "weight_bytes_packed": packing.nbytes if packing is not None and packing.weights else None,
         "layers": len(layers),
         "num_q_heads": one_or_all([layer.num_q_heads for layer in layers]),
         "num_kv_heads": one_or_all([layer.num_kv_heads for layer in layers]),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from lean.engine.engine import Engine
+from lean.engine.logprobs import log_probabilities
 from lean.engine.request import read_token_ids
 from lean.errors import EMPTY_PROMPT, EngineError, RequestError
 from lean.kernels.reference import workspace_bytes
@@ -73,7 +74,8 @@ def score_rows(engine: Engine, hidden: torch.Tensor, targets: torch.Tensor) -> T
     A single row is doubled: the product of one row is shared by threads and would round differently.
     """
     logits = engine.runner.logits(hidden if len(hidden) > 1 else hidden.expand(2, -1))
-    logprobs = logits.gather(1, targets[:, None].expand(len(logits), 1))[:, 0] - logits.logsumexp(-1)
+    with engine.runner.row_bits():
+        logprobs = log_probabilities(logits, targets[:, None].expand(len(logits), 1))[:, 0]
     greedy = logits[:, : engine.model.token_limit].argmax(-1) == targets
     return TokenScores(logprobs[: len(targets)].cpu(), greedy[: len(targets)].cpu())
 

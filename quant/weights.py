@@ -1,4 +1,4 @@
-"""Linear layers with weights in 4 or 8 bits: which ones, by which of bitsandbytes' kernels, and what they hold.
+"""Linear layers with weights that bitsandbytes quantizes to 4 or 8 bits: which ones, and by which of its kernels.
 
 4 bits: NF4 in blocks of 64 (QLoRA, https://arxiv.org/abs/2305.14314), scales not quantized again. 8 bits: int8 rows,
 and half precision for outlier columns of the activations (LLM.int8(), https://arxiv.org/abs/2208.07339). Layers are
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lean.quant.weight_use import WeightUse
+
 BLOCK = 64  # inputs that share an NF4 scale
 TILE = 32  # outputs that bitsandbytes' CPU kernel computes side by side
 OUTLIER = 6.0  # activations beyond it are multiplied in half precision, as in transformers
@@ -27,36 +29,6 @@ CPU_INT8 = (
 logging.getLogger("bitsandbytes.autograd._functions").addFilter(
     lambda record: "inputs will be cast" not in record.getMessage()
 )
-
-
-@dataclass(frozen=True)
-class WeightUse:
-    """Number and size of a model's weights.
-
-    Attributes:
-        name: format of the quantized layers.
-        num_quantized: linear layers of the decoder in that format.
-        num_linear: all linear layers of the decoder.
-        num_weights: weights in the quantized layers.
-        quantized_bytes: their codes and scales.
-        exact_bytes: embeddings, head, norms, biases and the other linear layers.
-        fused: products read the codes; else every product first makes an exact copy of its layer.
-        row_invariant: the bits of a row's product do not depend on the other rows.
-    """
-
-    name: str
-    num_quantized: int
-    num_linear: int
-    num_weights: int
-    quantized_bytes: int
-    exact_bytes: int
-    fused: bool
-    row_invariant: bool
-
-    @property
-    def bits(self) -> float:
-        """Bits per quantized weight, scales included."""
-        return 8 * self.quantized_bytes / self.num_weights
 
 
 @dataclass(frozen=True)
@@ -166,7 +138,7 @@ def quantize_linears(model: nn.Module, decoder: nn.Module, quantization: str, de
     held = {tensor.data_ptr() for tensor in tensors}
     kept = [weight for weight in model.parameters() if weight.data_ptr() not in held]
     if device.type == "cpu":
-        _let_go(kept)
+        let_go(kept)
     quantized, exact = (sum(tensor.nbytes for tensor in group) for group in (tensors, kept))
     fused = packed or device.type != "cpu" or quantization == "bnb-8bit"
     return WeightUse(name, num_quantized, num_linear, num_weights, quantized, exact, fused, row_invariant=packed)
@@ -232,7 +204,7 @@ def _int8(bnb: Any, linear: nn.Linear, device: torch.device) -> nn.Module:
     return layer.eval()
 
 
-def _let_go(kept: list[nn.Parameter]) -> None:
+def let_go(kept: list[nn.Parameter]) -> None:
     """Free the file that exact weights are views of, and the memory that glibc keeps of the quantizer's temporaries."""
     for weight in kept:
         weight.data = weight.data.clone()

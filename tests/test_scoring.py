@@ -5,9 +5,11 @@ import torch
 from engine_state import wrap_part
 from helpers import refusal
 from tiny import tokens
+from transformers import AutoModelForCausalLM
 
-from lean import LLM, EngineConfig
+from lean import LLM, EngineConfig, SamplingParams
 from lean.errors import EngineError
+from lean.eval.score.continuations import score_continuations
 from lean.scoring import score_many
 
 SEQUENCES = [tokens(length, seed=length) for length in (5, 130, 2, 64, 65, 1, 33, 200)]
@@ -47,6 +49,24 @@ def test_exactly_the_most_likely_tokens_are_greedy(model):
     (scores,) = scored(llm, [ids])
     assert scores.greedy.tolist() == (logits[:, :limit].argmax(-1) == torch.tensor(ids[1:])).tolist()
     assert scores.greedy[9]
+
+
+def test_scores_and_reported_log_probabilities_are_those_of_transformers(tiny, model):
+    """Over all rows of the head: those that pad the vocabulary have a share of the probability."""
+    ids = tokens(70)
+    llm = engine(model, kv_dtype="fp32", deterministic=True)
+    [output] = llm.generate([ids], SamplingParams(3, temperature=0, ignore_eos=True, logprobs=1, prompt_logprobs=0))
+    whole = ids + output.token_ids
+    reference = AutoModelForCausalLM.from_pretrained(tiny("llama"), dtype=torch.float32)
+    with torch.inference_mode():
+        rows = reference(torch.tensor([whole])).logits[0, :-1].log_softmax(-1)
+    assert rows.shape[1] > llm.model.token_limit
+    expected = rows.gather(1, torch.tensor(whole[1:])[:, None])[:, 0]
+    told = torch.tensor([entry.logprob for entry in [*output.prompt_logprobs[1:], *output.logprobs]])
+    torch.testing.assert_close(told, expected, atol=1e-5, rtol=0)
+    assert torch.equal(told, llm.score(whole))
+    [(_, end, greedy)] = score_continuations(llm, [(whole, 3)])
+    assert (end, greedy) == (sum(entry.logprob for entry in output.logprobs), True)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "k8v4"])

@@ -39,9 +39,15 @@ def weight_bytes(model: LoadedModel) -> int:
     module: Any = model.module
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
     inputs, head = module.get_input_embeddings(), module.get_output_embeddings()
-    if head is None or head.weight.data_ptr() != inputs.weight.data_ptr():
-        tensors.pop(inputs.weight.data_ptr(), None)
+    shared = set() if head is None else {tensor.data_ptr() for tensor in _own(head)}
+    for tensor in _own(inputs):
+        if tensor.data_ptr() not in shared:
+            tensors.pop(tensor.data_ptr(), None)
     return sum(tensors.values())
+
+
+def _own(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def with_format(config: EngineConfig, kv_dtype: str) -> EngineConfig:
@@ -92,7 +98,9 @@ def _expanded(model: LoadedModel) -> LoadedModel:
     """A second copy of a model with latent attention, which keeps expanded K/V. Raises UserError for another model."""
     if not model.info.is_latent:
         raise UserError("--against expanded is for models with latent attention (MLA): remove it")
-    config = EngineConfig(dtype=str(model.info.dtype).removeprefix("torch."), quantization=model.info.quantization)
+    config = EngineConfig(
+        dtype=str(model.info.dtype).removeprefix("torch."), quantization=model.info.quantization or "none"
+    )
     return load_model(inspect_model(model.info.source, config, model.device, keep_latent=False), model.device)
 
 

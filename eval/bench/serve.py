@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,12 @@ from lean.eval.bench.model import bench_tokens
 from lean.llm import LLM
 from lean.sampling_params import SamplingParams
 from lean.server.config import ServerConfig
+from lean.server.loop import EngineLoop
 from lean.server.run import listen, run
-from lean.server.service import Service
+from lean.server.service import Service, new_id
 
 CLIENT = Path(__file__).with_name("serve_client.py")
+WARM_UP_TOKENS = 4  # of each answer
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,10 @@ class ServeRow:
     """What was measured with a number of streams. Times in milliseconds, of all rounds together.
 
     Attributes:
-        prompt_tokens, tokens: of each request. tokens_per_s: median of the rounds, all streams together.
-        generate_tokens_per_s: the same of `LLM.generate`. share: of the two medians.
-        first_*, gap_*: until the first token; between two tokens of a stream. health_p99: of /health meanwhile.
+        prompt_tokens, tokens: of each request. computed: tokens that each side computed in a round, prompts included.
+        tokens_per_s: generated ones, median of the rounds, all streams together. generate_tokens_per_s: the same of
+            `LLM.generate`. share: of the two medians.
+        first_*, gap_*: until the first token; between two chunks of a stream. health_p99: of /health meanwhile.
         client_share: CPU seconds of the client per second, which the server does not have.
     """
 
@@ -41,6 +45,7 @@ class ServeRow:
     prompt_tokens: int
     tokens: int
     rounds: int
+    computed: int
     tokens_per_s: float
     generate_tokens_per_s: float
     share: float
@@ -54,50 +59,102 @@ class ServeRow:
 
 
 def bench_serve(
-    llm: LLM, streams: Sequence[int], prompt_tokens: int, tokens: int, rounds: int, long_prompt: int = 0
+    load: Callable[[], LLM],
+    streams: Sequence[int],
+    prompt_tokens: int,
+    tokens: int,
+    rounds: int,
+    long_prompt: int = 0,
 ) -> Iterator[ServeRow]:
     """Measure each number of streams; the server and `LLM.generate` take turns.
 
+    Both run in the thread that loads the engine. OpenMP gives every thread that computes a team of its own, and once
+    there are more of its threads than CPUs, they hardly spin any more: steps then take longer on both sides.
+
     Args:
+        load: makes the engine.
         long_prompt: at the end also one prompt of this length, with one token: what /health sees of a long prefill. 0:
             not measured.
     """
-    with serving(llm) as port, client() as process:
+    with serving(load) as (port, engine), client() as process:
+        assert engine.llm is not None
         cases = [(count, prompt_tokens, tokens) for count in streams]
         cases += [(1, long_prompt, 1)] if long_prompt else []
         for count, length, most in cases:
-            prompts = [[*bench_tokens(llm, length)[:-1], 10 + number] for number in range(count)]  # none is another's
-            plan = {"host": "127.0.0.1", "port": port, "prompts": prompts, "tokens": most}
-            ask(process, plan)  # warms both sides up
+            text = bench_tokens(engine.llm, length - 1)
+            case = Case(
+                port, engine, [[10 + number, *text] for number in range(count)], most
+            )  # none begins like another
+            if length == prompt_tokens:  # the long prompt finds both sides warm, and takes long
+                case.served(process, WARM_UP_TOKENS)
+                case.generated(WARM_UP_TOKENS)
             found, own = [], []
             for _ in range(rounds):
-                found.append(ask(process, plan))
-                own.append(generate(llm, prompts, most))
+                found.append(case.served(process))
+                own.append(case.generated())
             yield row(found, own, length, most)
 
 
-def generate(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
-    """Tokens per second of `LLM.generate`."""
+class Case:
+    """Prompts that both sides answer. Every turn has a salt of its own, so that none finds what another computed."""
+
+    def __init__(self, port: int, engine: EngineLoop, prompts: list[list[int]], tokens: int) -> None:
+        self._port, self._engine, self._prompts, self._tokens = port, engine, prompts, tokens
+
+    def served(self, process: subprocess.Popen[str], most: int | None = None) -> dict[str, Any]:
+        """A turn of the server: what the client found. ``most``: tokens of an answer at most."""
+        tokens = min(self._tokens, most or self._tokens)
+        plan = {"host": "127.0.0.1", "port": self._port, "prompts": self._prompts, "tokens": tokens, "health": True}
+        return ask(process, {**plan, "fields": {"cache_salt": new_id("turn")}})
+
+    def generated(self, most: int | None = None) -> dict[str, Any]:
+        """A turn of `LLM.generate`, see `timed`."""
+        params = SamplingParams(max_tokens=min(self._tokens, most or self._tokens), temperature=0, ignore_eos=True)
+        done: Future[dict[str, Any]] = Future()
+
+        def turn(llm: LLM) -> None:
+            try:
+                done.set_result(timed(llm, self._prompts, params))
+            except Exception as error:
+                done.set_exception(error)
+
+        self._engine.call(turn)
+        return done.result()
+
+
+def timed(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> dict[str, Any]:
+    """Seconds of `LLM.generate`, its tokens, and those that it computed."""
     begun = time.perf_counter()
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=0))
-    return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - begun)
+    outputs = llm.generate(prompts, params, cache_salt=new_id("turn"))
+    seconds = time.perf_counter() - begun
+    tokens = sum(len(output.token_ids) for output in outputs)
+    computed = tokens + sum(output.prompt_tokens - output.cached_tokens for output in outputs)
+    return {"seconds": seconds, "tokens": tokens, "computed": computed}
 
 
-def row(found: list[dict[str, Any]], own: list[float], prompt_tokens: int, tokens: int) -> ServeRow:
-    """The figures of some rounds."""
+def row(found: list[dict[str, Any]], own: list[dict[str, Any]], prompt_tokens: int, tokens: int) -> ServeRow:
+    """The figures of some rounds. Raises EngineError if the two sides have not done the same work."""
+    computed = {sum(answer["computed"] for answer in one["answers"]) for one in found}
+    computed |= {one["computed"] for one in own}
+    if len(computed) > 1:
+        raise EngineError(
+            f"the rounds computed {sorted(computed)} tokens, which should be equal: they cannot be compared"
+        )
     answers = [answer for one in found for answer in one["answers"]]
     firsts = sorted(answer["first"] for answer in answers)
     gaps = sorted(gap for answer in answers for gap in answer["gaps"])
     health = sorted(seconds for one in found for seconds in one["health"])
     speed = median(sum(answer["tokens"] for answer in one["answers"]) / one["seconds"] for one in found)
+    generate_speed = median(one["tokens"] / one["seconds"] for one in own)
     return ServeRow(
         len(found[0]["answers"]),
         prompt_tokens,
         tokens,
         len(found),
+        computed.pop(),
         speed,
-        median(own),
-        speed / median(own),
+        generate_speed,
+        speed / generate_speed,
         part_of(firsts, 0.5),
         part_of(firsts, 0.99),
         part_of(gaps, 0.5),
@@ -114,26 +171,38 @@ def part_of(ordered: list[float], part: float) -> float | None:
 
 
 @contextmanager
-def serving(llm: LLM) -> Iterator[int]:
-    """Serve an engine from a thread, with its steps in another one; yields the port."""
+def serving(load: Callable[[], LLM]) -> Iterator[tuple[int, EngineLoop]]:
+    """Serve an engine from a thread, with its steps in another one; yields the port and the engine's thread.
+
+    Raises what ``load`` raises.
+    """
     config = ServerConfig(port=0, max_waiting=10_000)
     socket = listen(config)
     ready = threading.Event()
-    service = Service(lambda: llm, config, ("bench",), SamplingParams(), on_ready=ready.set)
-    stop: list[Any] = []
+    service = Service(load, config, ("bench",), SamplingParams(), on_ready=ready.set)
+    stop: list[Callable[[], object]] = []
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(service.stop))
         await run(service, socket)
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()), name="lean-http", daemon=True)
+    def serve() -> None:
+        try:
+            asyncio.run(main())
+        finally:
+            ready.set()  # also where the engine could not be loaded
+
+    thread = threading.Thread(target=serve, name="lean-http", daemon=True)
     thread.start()
     ready.wait()
     try:
-        yield int(socket.getsockname()[1])
+        if service.error is not None:
+            raise service.error
+        yield int(socket.getsockname()[1]), service.engine
     finally:
-        stop[0]()
+        if thread.is_alive():
+            stop[0]()
         thread.join()
 
 

@@ -1,4 +1,7 @@
-"""The task ``lean_cloze``: choose the last word of a sentence of the default corpus among four. No download."""
+"""The tasks ``lean_cloze`` and ``lean_cloze_text``: choose the last word of a sentence among four, or write it.
+
+The sentences are those of the default corpus. No download.
+"""
 
 import random
 import re

@@ -17,6 +17,7 @@ _COLUMNS = {
     "streams": "streams",
     "prompt_tokens": "prompt",
     "tokens": "tokens",
+    "computed": "computed",
     "tokens_per_s": "tokens/s",
     "share": "of generate",
     "first_p50": "first p50",
@@ -60,17 +61,19 @@ def serve(
     if options.engine.max_model_len is None:
         length = max(prompt + tokens, long_prompt + 1)
         options = replace(options, engine=replace(options.engine, max_model_len=length))
-    llm = start_engine(options)
     if not json:
         print("  ".join(_COLUMNS.values()))
-    for row in bench_serve(llm, counts, prompt, tokens, rounds, long_prompt):
+    for row in bench_serve(lambda: start_engine(options), counts, prompt, tokens, rounds, long_prompt):
         values = asdict(row)
         if json:
             print_json(values)
         else:
             print("  ".join(_cell(values[key], len(title)) for key, title in _COLUMNS.items()), flush=True)
     if not json:
-        stderr.print("tokens/s: of all streams together; gap: between two tokens of a stream; medians of the rounds")
+        stderr.print(
+            "computed: tokens that each side computed in a round, prompts included; tokens/s: generated ones of all "
+            "streams together; gap: between two chunks of a stream; medians of the rounds"
+        )
 
 
 def _cell(value: float | None, width: int) -> str:

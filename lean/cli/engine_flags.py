@@ -214,13 +214,13 @@ def _device_flags(
         ),
     ] = _DEFAULT.dtype,
     quantization: Annotated[
-        str | None,
-        option(
-            "Quantize the weights of the linear layers with bitsandbytes: bnb-4bit, or bnb-8bit (GPU only).",
-            "none",
+        str,
+        typer.Option(
+            help="Weights: none (unquantized), auto (a GGUF file's in 4 and 8 bits, on a CPU in bfloat16), int4 or "
+            "int8 (quantized at load, on a CPU), bnb-4bit, or bnb-8bit (GPU only).",
             metavar="FORMAT",
         ),
-    ] = None,
+    ] = _DEFAULT.quantization,
     device: Annotated[
         str,
         typer.Option(

@@ -45,6 +45,8 @@ _REFUSED = {
     _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_flash_attention,
     _aten.softplus, _aten.mish,
 }  # fmt: skip
+# Products that give every row the bits that it has alone, with any number of threads: they need no tiles.
+_ROW_BY_ROW = {_aten._weight_int4pack_mm_for_cpu.default, _aten._weight_int8pack_mm.default}
 
 
 def row_tiled_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -87,6 +89,8 @@ class RowTiledProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _ROW_BY_ROW:
+            return func(*args, **kwargs)
         if func is _aten.mm.default:
             return row_tiled_mm(*args)
         if func is _aten.addmm.default and not kwargs and args[0].dim() == 1:

@@ -21,7 +21,15 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-def measure(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
+def log_probabilities(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of ids, [rows, k], under logits [rows, vocab]; ``ids``: int64 [rows, k].
+
+    The model's own distribution, as in transformers: ids that pad the vocabulary are a part of it.
+    """
+    return torch.log_softmax(logits, dim=-1).gather(-1, ids)
+
+
+def measure(logits: torch.Tensor, token_ids: torch.Tensor, top: int, num_tokens: int | None = None) -> torch.Tensor:
     """Log-probabilities of one token per row, and of the row's ``top`` most likely tokens, for `token_logprobs`.
 
     They come from the raw logits, before bias, penalties and temperature, in float32 or better. No value is read from
@@ -29,6 +37,7 @@ def measure(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Te
 
     Args:
         logits: [rows, vocab]. token_ids: int64 [rows].
+        num_tokens: ids from here on pad the vocabulary and are never among the most likely ones; None: there are none.
 
     Returns:
         float64 [rows, 3, 1 + top]: ids, logits and log-probabilities; first of the token itself, then of the most
@@ -36,10 +45,11 @@ def measure(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Te
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ids = token_ids[:, None]
-    if top := min(top, logits.shape[-1]):
-        ids = torch.cat((ids, _most_likely(logits, top)), dim=-1)
-    logprobs = torch.log_softmax(logits, dim=-1)
-    return torch.stack((ids.double(), logits.gather(-1, ids).double(), logprobs.gather(-1, ids).double()), dim=1)
+    tokens = logits[:, :num_tokens]
+    if top := min(top, tokens.shape[-1]):
+        ids = torch.cat((ids, _most_likely(tokens, top)), dim=-1)
+    logprobs = log_probabilities(logits, ids)
+    return torch.stack((ids.double(), logits.gather(-1, ids).double(), logprobs.double()), dim=1)
 
 
 def _most_likely(logits: torch.Tensor, top: int) -> torch.Tensor:
@@ -57,7 +67,7 @@ def _most_likely(logits: torch.Tensor, top: int) -> torch.Tensor:
 def token_logprobs(measured: numpy.ndarray, top: int) -> list[TokenLogprob]:
     """The rows that `measure` returned, with ``top`` of the most likely tokens.
 
-    Ids at -inf (padding) are never among them, so they may be fewer.
+    Ids at -inf are never among them, so they may be fewer.
 
     Raises:
         EngineError: a token has no finite log-probability in its row.

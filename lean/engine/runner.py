@@ -39,13 +39,20 @@ class StepResult(NamedTuple):
         samples: the next token of the chunk's request, and of each of its siblings that wait for it; empty for a chunk
             that draws no token.
         prompt_logprobs: of the prompt's tokens that the chunk's rows predict; empty where not requested.
-        finite: whether all hidden states and logits of the chunk are finite numbers.
+        finite: whether all hidden states, logits and log-probabilities of the chunk are finite numbers.
     """
 
     hidden: Sequence[torch.Tensor]
     samples: Sequence[Sequence[Sample]]
     prompt_logprobs: Sequence[Sequence[TokenLogprob | None]]
     finite: Sequence[bool]
+
+
+class Measured(NamedTuple):
+    """Log-probabilities of a prompt's tokens, see `measure`; and whether each row is ``finite``. Both in parts."""
+
+    logprobs: list[torch.Tensor]
+    finite: list[torch.Tensor]
 
 
 def finite_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -91,10 +98,10 @@ class Runner:
     @contextmanager
     def _products(self, rows: int) -> Iterator[None]:
         """Selects how ``rows`` rows are multiplied with the weights."""
-        with self._matmul_backend(rows), self._row_bits():
+        with self._matmul_backend(rows), self.row_bits():
             yield
 
-    def _row_bits(self) -> AbstractContextManager:
+    def row_bits(self) -> AbstractContextManager:
         """In deterministic mode, what is computed for a row does not depend on the other rows."""
         return RowTiledProducts() if self._deterministic else nullcontext()
 
@@ -182,20 +189,26 @@ class Runner:
         hidden = self.run(chunks)
         rows = hidden.split([chunk.end - chunk.start for chunk in chunks])
         drawing = [index for index, chunk in enumerate(chunks) if chunk.draws]
-        logits = self._token_logits(torch.cat([rows[index][-1:] for index in drawing]) if drawing else hidden[:0])
-        scoring = [(i, chunk) for i, chunk in enumerate(chunks) if chunk.request.params.prompt_logprobs is not None]
-        measured = [self._measure_prompt(chunk, rows[i]) for i, chunk in scoring]
-        flags = torch.cat([finite_rows(logits[:, : self.model.token_limit]), finite_rows(hidden)])
+        num_tokens = self.model.token_limit
+        last = torch.cat([rows[index][-1:] for index in drawing]) if drawing else hidden[:0]
+        logits = self.logits(last) if drawing else last.new_zeros(0, self.model.vocab_size)
+        scoring = [i for i, chunk in enumerate(chunks) if chunk.request.params.prompt_logprobs is not None]
+        measured = {i: self._measure_prompt(chunks[i], rows[i]) for i in scoring}
+        tests = [finite_rows(logits[:, :num_tokens]), finite_rows(hidden)]
+        tests += itertools.chain(*(own.finite for own in measured.values()))
         turns = [turn for row, index in enumerate(drawing) for turn in _turns(chunks[index].request, row)]
-        with self._row_bits():
-            drawn, others = sample(logits, turns, [flags, *itertools.chain(*measured)])
+        with self.row_bits():
+            logprobs = itertools.chain(*(own.logprobs for own in measured.values()))
+            drawn, others = sample(logits, turns, [torch.cat(tests), *logprobs], num_tokens)
         samples = iter(drawn)
         found = {index: [*itertools.islice(samples, 1 + len(chunks[index].request.siblings))] for index in drawing}
         good = iter(others[0].astype(bool).tolist())
-        drawn_from = {index: next(good) for index in drawing}
-        finite = [all([*itertools.islice(good, len(own)), drawn_from.get(i, True)]) for i, own in enumerate(rows)]
+        of_draws = {index: next(good) for index in drawing}
+        of_rows = [all([*itertools.islice(good, len(own))]) for own in rows]
+        of_prompts = {i: all([*itertools.islice(good, sum(map(len, own.finite)))]) for i, own in measured.items()}
+        finite = [own and of_draws.get(i, True) and of_prompts.get(i, True) for i, own in enumerate(of_rows)]
         parts = iter(others[1:])
-        scored = {i: [*itertools.islice(parts, len(own))] for (i, _), own in zip(scoring, measured)}
+        scored = {i: [*itertools.islice(parts, len(own.logprobs))] for i, own in measured.items()}
         return StepResult(
             rows,
             [found.get(index, []) for index in range(len(chunks))],
@@ -203,14 +216,8 @@ class Runner:
             finite,
         )
 
-    def _token_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocab] with those that belong to no token at -inf."""
-        logits = self.logits(hidden) if len(hidden) else hidden.new_zeros(0, self.model.vocab_size)
-        logits[:, self.model.token_limit :] = -torch.inf
-        return logits
-
-    def _measure_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict, see `measure`.
+    def _measure_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> Measured:
+        """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict.
 
         A request that is computed again after a preemption keeps those it has.
         """
@@ -218,11 +225,15 @@ class Runner:
         first = max(1, len(request.prompt_logprobs))  # nothing predicts the first token
         targets = send(request.prompt_token_ids[first : chunk.end + 1], torch.long, hidden.device)
         start, top = first - 1 - chunk.start, request.params.prompt_logprobs or 0
-        found = []
+        found = Measured([], [])
         for part in self.model.logit_slices(len(targets)):
-            logits = self._token_logits(hidden[start + part.start : start + part.stop])
-            with self._row_bits():
-                found.append(measure(logits, targets[part], top))
+            logits = self.logits(hidden[start + part.start : start + part.stop])
+            with self.row_bits():
+                logprobs = measure(logits, targets[part], top, self.model.token_limit)
+            # Finite logits that differ by more than the largest number give a log-probability of -inf.
+            finite = finite_rows(logits[:, : self.model.token_limit]) & logprobs[:, 2, 0].isfinite()
+            found.logprobs.append(logprobs)
+            found.finite.append(finite)
         return found
 
     @torch.inference_mode()

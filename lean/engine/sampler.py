@@ -72,7 +72,7 @@ class Sampler:
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits with bias and penalties, float64 [vocab].
 
-        ``logits``: float32 or float64 [vocab], padding ids at -inf; not changed.
+        ``logits``: float32 or float64 [vocab]; not changed.
         """
         bias, repetition = self.params.logit_bias, self._repetition_penalty
         scores = logits.to(torch.float64, copy=True)

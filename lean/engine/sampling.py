@@ -46,21 +46,23 @@ class _Kind(NamedTuple):
 
 @torch.inference_mode()
 def sample(
-    logits: torch.Tensor, turns: Sequence[Turn], also: Sequence[torch.Tensor] = ()
+    logits: torch.Tensor, turns: Sequence[Turn], also: Sequence[torch.Tensor] = (), num_tokens: int | None = None
 ) -> tuple[list[Sample], list[numpy.ndarray]]:
     """Every turn's token, and the values of other tensors of the step, float64, which the host reads with them.
 
     The host waits for the device once. It waits again only where a row's top-k or top-p may keep more ids than `REACH`.
 
     Args:
-        logits: float32 or float64 [rows, vocab], padding ids at -inf; not changed.
+        logits: float32 or float64 [rows, vocab]; not changed.
+        num_tokens: ids from here on pad the vocabulary and are never drawn; None: there are none.
     """
     found: dict[int, Sample] = {}
     others: list[numpy.ndarray] = []
+    num_tokens = min(num_tokens or logits.shape[-1], logits.shape[-1])
     reach, pending = REACH, list(range(len(turns)))
     while pending or also:
-        tokens, order = _draw(logits, turns, pending, reach)
-        measured, measured_of = _measure(logits, turns, tokens, order)
+        tokens, order = _draw(logits, num_tokens, turns, pending, reach)
+        measured, measured_of = _measure(logits, num_tokens, turns, tokens, order)
         values = read([*tokens, *measured, *also])
         drawn = [int(token) for part in values[: len(tokens)] for token in part.tolist()]
         rows = iter(row for part in values[len(tokens) : len(tokens) + len(measured)] for row in part)
@@ -68,28 +70,28 @@ def sample(
         others += values[len(tokens) + len(measured) :]
         found |= {i: Sample(token, reports.get(i)) for i, token in zip(order, drawn) if token != UNDECIDED}
         pending = [i for i in pending if i not in found]
-        reach, also = _wider(reach, logits.shape[-1]), ()
+        reach, also = _wider(reach, num_tokens), ()
     for i, turn in enumerate(turns):  # after all reads: a step that fails before can be computed again
         turn.sampler.record(found[i].token)
     return [found[i] for i in range(len(turns))], others
 
 
 def _draw(
-    logits: torch.Tensor, turns: Sequence[Turn], pending: Sequence[int], reach: int
+    logits: torch.Tensor, num_tokens: int, turns: Sequence[Turn], pending: Sequence[int], reach: int
 ) -> tuple[list[torch.Tensor], list[int]]:
     """(tokens in parts, int64 [rows] each; the turns that they belong to)."""
     kinds: dict[_Kind, list[int]] = {}
     for i in pending:
-        kinds.setdefault(_kind(turns[i].sampler, logits.shape[-1], reach), []).append(i)
+        kinds.setdefault(_kind(turns[i].sampler, num_tokens, reach), []).append(i)
     drawing = [i for kind, own in kinds.items() if not kind.greedy for i in own]
     settings = send([_settings(turns[i].sampler) for i in drawing], torch.float64, logits.device) if drawing else None
     tokens, order, start = [], [], 0
     for kind, own in kinds.items():
         for part in _slices(own, logits):
             if kind.penalized:
-                rows = torch.stack([turns[i].sampler.scores(logits[turns[i].row]) for i in part])
+                rows = torch.stack([turns[i].sampler.scores(logits[turns[i].row])[:num_tokens] for i in part])
             else:
-                rows = _rows(logits, [turns[i].row for i in part])
+                rows = _rows(logits[:, :num_tokens], [turns[i].row for i in part])
             if kind.greedy:
                 tokens.append(rows.argmax(-1))
                 continue
@@ -130,7 +132,7 @@ def _settings(sampler: Sampler) -> tuple[float, ...]:
 
 
 def _measure(
-    logits: torch.Tensor, turns: Sequence[Turn], tokens: Sequence[torch.Tensor], order: Sequence[int]
+    logits: torch.Tensor, num_tokens: int, turns: Sequence[Turn], tokens: Sequence[torch.Tensor], order: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[int]]:
     """(what `measure` returns for the turns that report log-probabilities, in parts; those turns)."""
     places = [place for place, i in enumerate(order) if turns[i].logprobs is not None]
@@ -142,7 +144,7 @@ def _measure(
         own = [turns[order[place]] for place in part]
         rows = _rows(logits, [turn.row for turn in own])
         ids = torch.stack([drawn[place] for place in part])
-        measured.append(measure(rows, ids, max(turn.logprobs or 0 for turn in own)))
+        measured.append(measure(rows, ids, max(turn.logprobs or 0 for turn in own), num_tokens))
     return measured, [order[place] for place in places]
 
 

@@ -1,10 +1,15 @@
-"""Memory that steps need on a GPU beside the weights and the cache, measured before the cache gets the rest.
+"""Memory that steps need beside the weights and the cache.
 
-The largest steps run once, on a small cache that is dropped again. What they take at most stays free. They also load
-the kernels and make the workspaces that all later steps use: these are no longer free when the cache is sized.
+On a GPU it is measured before the cache gets the rest. The largest steps run once, on a small cache that is dropped
+again. What they take at most stays free. They also load the kernels and make the workspaces that all later steps use:
+these are no longer free when the cache is sized.
+
+A CPU gives memory as it is needed, and most steps need little. What grows with the length of a sequence is counted: the
+K and V that long prompt chunks of latent attention are expanded to.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -12,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from lean.cache.plan import CachePlan
-from lean.cache.size import size_cache
+from lean.cache.size import DoesNotFit, size_cache
 from lean.config import EngineConfig
-from lean.device import free_bytes, peak_bytes
+from lean.device import cache_share, free_bytes, peak_bytes
 from lean.engine.decode_batch import FIRST_REACH
 from lean.engine.parts import bind
 from lean.engine.request import Request
@@ -22,6 +27,8 @@ from lean.engine.scheduler import Chunk
 from lean.engine.selftest import try_layers
 from lean.errors import ConfigError, is_out_of_memory
 from lean.kernels.layout import blocks_for
+from lean.model.expansion import PromptRows, expansion_bytes, may_expand
+from lean.model.latent import LatentProjection
 from lean.model.load import LoadedModel
 from lean.sampling_params import SamplingParams
 from lean.units import ENDLESS, mib
@@ -49,7 +56,7 @@ class Working(NamedTuple):
 
 
 def working_bytes(model: LoadedModel, config: EngineConfig, plan: CachePlan, kernel_name: str, recorded: int) -> int:
-    """Bytes to keep free beside the cache; 0 on a CPU, which gives memory as it is needed.
+    """Bytes to keep free beside the cache; on a CPU those of `expanded_bytes`.
 
     ``recorded``: sequences of the largest step that will be recorded, 0 for none.
 
@@ -58,7 +65,7 @@ def working_bytes(model: LoadedModel, config: EngineConfig, plan: CachePlan, ker
     """
     device = model.device
     if device.type != "cuda":
-        return 0
+        return expanded_bytes(model, config, plan)
     free = free_bytes(device)
     try:
         found = measure(model, config, plan, kernel_name, recorded, partial(peak_bytes, device))
@@ -71,6 +78,27 @@ def working_bytes(model: LoadedModel, config: EngineConfig, plan: CachePlan, ker
         ) from None
     torch.cuda.empty_cache()
     return found.total
+
+
+def expanded_bytes(model: LoadedModel, config: EngineConfig, plan: CachePlan) -> int:
+    """Bytes that the longest prompt's last chunk is expanded to, in the layer where they are most; see
+    `lean.model.expansion`."""
+    if not may_expand(model.info.is_latent, model.device, config.deterministic):
+        return 0
+    device, length = model.device, _limit(model, config, plan)
+    with suppress(DoesNotFit):  # refused when the cache is sized
+        room = free_bytes(device)
+        length = size_cache(plan, config, model.info.max_position_embeddings, room, cache_share(device)).max_model_len
+    rows = PromptRows(0, 0, min(config.chunk_tokens, length), length)
+    dims = {layout.k_dim for pool in plan.pools for layout in pool.layouts if layout.v_in_k}
+    found = [
+        expansion_bytes(part, dim, len(part.key_weight), rows, group, plan.block_size, model.info.dtype)
+        for part in model.module.modules()
+        if isinstance(part, LatentProjection)
+        for dim in dims
+        for group in plan.groups
+    ]
+    return max(found, default=0)
 
 
 def measure(

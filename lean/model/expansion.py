@@ -66,6 +66,44 @@ def _keys(rows: PromptRows, group: CacheGroup) -> tuple[list[tuple[int, int]], l
     return quantized, [(0, min(sinks, recent)), (recent, length)]
 
 
+def _blocks(keys: Iterable[tuple[int, int]], size: int) -> list[int]:
+    """The blocks of a sequence that hold these keys, in order."""
+    return sorted({block for first, last in keys for block in range(first // size, blocks_for(last, size))})
+
+
+def _layout(
+    projection: LatentProjection, k_dim: int, num_heads: int, num_blocks: int, size: int, dtype: torch.dtype
+) -> KVLayout:
+    """Of the expanded K/V of as many heads as are made together.
+
+    num_blocks: of all keys, in both pools, each of which has a null block beside.
+    """
+    fmt, dims = raw_format(dtype), (projection.nope + k_dim - projection.rank, projection.v_head_dim)
+    count = heads_at_once(num_heads, size * (2 + num_blocks) * sum(dims) * dtype.itemsize)
+    return KVLayout(fmt, fmt, count, *dims, size)
+
+
+def expansion_bytes(
+    projection: LatentProjection,
+    k_dim: int,
+    num_heads: int,
+    rows: PromptRows,
+    group: CacheGroup,
+    size: int,
+    dtype: torch.dtype,
+) -> int:
+    """Bytes of the vectors, and of K and V made from them, that `attend_expanded` holds for these rows of a layer.
+
+    0 where the rows stay absorbed. k_dim: rank + rope. size: tokens of a block.
+    """
+    if rows.num_rows < FEW_ROWS or not pays(projection, rows, k_dim, group):
+        return 0
+    pools = [len(_blocks(keys, size)) for keys in _keys(rows, group)]
+    layout = _layout(projection, k_dim, num_heads, sum(pools), size, dtype)
+    num_pools = 2 if group.residual_length else 1
+    return sum(pools) * size * k_dim * dtype.itemsize + (sum(pools) + num_pools) * layout.nbytes
+
+
 class _Vectors:
     """Latent vectors that rows of one sequence see in one pool, and where in a pool of expanded K/V theirs lie."""
 
@@ -74,7 +112,7 @@ class _Vectors:
     ) -> None:
         """table: the sequence's row of the pool's block tables."""
         layout, size = pool.layout, pool.layout.block_size
-        blocks = sorted({block for first, last in keys for block in range(first // size, blocks_for(last, size))})
+        blocks = _blocks(keys, size)
         self.num_blocks = len(blocks)
         self.table = torch.zeros(1, max(blocks, default=0) + 1, dtype=torch.int32)
         self.table[0, blocks] = torch.arange(1, len(blocks) + 1, dtype=torch.int32)  # block 0 is the null block
@@ -129,10 +167,10 @@ def attend_expanded(
     exact = None
     if layer.exact is not None and group.exact_pool_id is not None:
         exact = _Vectors(layer.exact, block_tables[group.exact_pool_id][rows.seq], exact_keys, dtype)
-    fmt, dims, size = raw_format(dtype), (query.shape[2], projection.v_head_dim), layer.pool.layout.block_size
-    held = size * (2 + vectors.num_blocks + (exact.num_blocks if exact is not None else 0))
-    count = heads_at_once(num_heads, held * sum(dims) * dtype.itemsize)
-    layout = KVLayout(fmt, fmt, count, *dims, size)
+    num_blocks = vectors.num_blocks + (exact.num_blocks if exact is not None else 0)
+    own = layer.pool.layout
+    layout = _layout(projection, own.k_dim, num_heads, num_blocks, own.block_size, dtype)
+    count = layout.num_kv_heads
     pool, exact_pool = vectors.pool_for(layout), None if exact is None else exact.pool_for(layout)
     starts = torch.tensor([0, rows.num_rows], dtype=torch.int32)
     length = torch.tensor([rows.seq_len], dtype=torch.int32)

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,6 +17,14 @@ from lean.errors import ModelError, one_line, shown
 from lean.model import attention, latent, shapes
 from lean.model.dtype import choose_dtype
 from lean.model.packages import quantization_of, require_known_method
+from lean.model.packing import (
+    PACKED,
+    Packing,
+    choose_method,
+    may_pack,
+    plan_packing,
+    why_nothing_to_keep,
+)
 from lean.model.settings import check_heads, check_rope_types, check_settings, explained
 from lean.model.wrappers import renamed, text_keys
 from lean.quant.weights import Quantizable, quantizable
@@ -44,8 +52,10 @@ class ModelInfo:
         dtype: of the weights and activations.
         parameters: number of parameters, tied ones counted once.
         notes: lines the user should see.
-        quantization: format to load the decoder's linear layers into; None leaves them as they are.
-        quantizable: the weights that it is for.
+        quantization: how the weights are quantized, see `lean.model.packing.choose_method`; None leaves them as they
+            are.
+        quantizable: the weights that bitsandbytes quantizes.
+        packing: the weights that torch's packed products multiply, where ``quantization`` is one of `PACKED`.
         key_mapping: regular expressions and what they become in the names of the tensors of a multimodal checkpoint.
         carried: its layers do not hand keyword arguments on, see `lean.model.carrier`.
         attention_modules: names of the modules of ``layers``, where other layers lie between them.
@@ -63,6 +73,7 @@ class ModelInfo:
     notes: tuple[str, ...] = ()
     quantization: str | None = None
     quantizable: Quantizable = field(default_factory=Quantizable)
+    packing: Packing | None = field(default=None, repr=False, compare=False)
     key_mapping: Mapping[str, str] = field(default_factory=dict)
     carried: bool = False
     attention_modules: tuple[str, ...] = ()
@@ -79,13 +90,15 @@ class ModelInfo:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights when they are loaded; of the files, where these are quantized."""
+        if self.packing is not None:
+            return self.packing.nbytes
         if getattr(self.config, "quantization_config", None) is not None:
             return sum(size for _, size, _ in self.source.weight_files())
         return self.parameters * self.dtype.itemsize
 
     def gpu_bytes(self, quantization: str | None) -> int:
         """Bytes of the weights on a GPU, loaded with this quantization."""
-        if quantization is None:
+        if quantization is None or self.packing is not None:
             return self.weight_bytes
         exact = self.parameters - self.quantizable.weights
         return exact * self.dtype.itemsize + self.quantizable.gpu_bytes(quantization)
@@ -163,7 +176,7 @@ def _numel(entry: Mapping[str, Any]) -> int:
     return math.prod(entry["shape"])
 
 
-def refuse_quantized(config: Any, quantization: str | None, name: str) -> None:
+def refuse_quantized(config: Any, quantize: bool, name: str) -> None:
     """Raise ModelError for weights quantized by bitsandbytes, or quantized weights that would be quantized again.
 
     Weights that are quantized by a method that transformers does not know are refused too.
@@ -172,7 +185,7 @@ def refuse_quantized(config: Any, quantization: str | None, name: str) -> None:
     if method is None:
         return
     require_known_method(method, name)
-    if quantization or method.startswith("bitsandbytes"):
+    if quantize or method.startswith("bitsandbytes"):
         raise ModelError(
             f"{name}: its weights are quantized already (quantization_config in config.json, {one_line(method, 40)}): "
             "pass the unquantized checkpoint; add --quantization to quantize it"
@@ -220,13 +233,15 @@ def inspect_model(
         ModelError: damaged files, code that is not trusted, or a kind of model that lean refuses.
     """
     attention.register()
+    if source.original is not None and may_pack(config, device):
+        source = replace(source, gguf_file=source.original)  # its codes are packed as they are
     full, raw, tensors, gguf = _describe(source, config.trust_remote_code)
     text = full.get_text_config()
     if not isinstance(text, transformers.PreTrainedConfig):
         raise ModelError(f"{source.name} ({full.model_type}): this kind of model has no text_config: remove it")
     refuse_by_config(full, source.name)
     refuse_by_config(text, source.name)
-    refuse_quantized(full, config.quantization, source.name)
+    refuse_quantized(full, config.quantization not in ("auto", "none"), source.name)
     key_mapping: Mapping[str, str] = {}
     if text is not full:
         key_mapping = text_keys(full, text, raw, source.name)
@@ -250,6 +265,11 @@ def inspect_model(
             f"{source.name} ({full.model_type}) is multimodal: lean reads its text model, and no images or audio"
         )
     notes += shapes.notes(followed, text)
+    method, packing = choose_method(config, dtype, device, planned is not None), None
+    if method in PACKED:
+        packing = plan_packing(skeleton, method, planned, dtype, source.name, may_time=not config.deterministic)
+    elif method is None and config.quantization == "auto":
+        notes.append(why_nothing_to_keep(source.name, dtype, device, planned is not None))
     if getattr(text, "sliding_window", None) is not None and not any(layer.window for layer in followed.layers):
         notes.append(
             f"config.json has sliding_window {shown(text.sliding_window, 40)}, but {type(skeleton).__name__} uses no "
@@ -263,8 +283,9 @@ def inspect_model(
         parameters=parameters,
         trust_remote_code=config.trust_remote_code,
         notes=tuple(notes),
-        quantization=config.quantization,
+        quantization=method,
         quantizable=quantizable(shapes.decoder_of(skeleton)),
+        packing=packing,
         key_mapping=key_mapping,
         carried=followed.carried,
         attention_modules=followed.modules,

@@ -17,9 +17,11 @@ from lean.model.generation import generation_defaults
 from lean.model.info import ModelInfo
 from lean.model.mixers import PackedStates, hand_over_by_group
 from lean.model.packages import require_for_weights
+from lean.model.packing import pack
 from lean.model.shapes import decoder_of
 from lean.model.tokenizer import read_tokenizer
-from lean.quant.weights import WeightUse, check_quantization, quantize_linears
+from lean.quant.weight_use import WeightUse
+from lean.quant.weights import check_quantization, quantize_linears
 from lean.store.gguf.file import GgufFile, read_gguf
 from lean.store.gguf.tokenizer import load_gguf_tokenizer
 from lean.store.gguf.weights import GgufModel, load_weights, read_model
@@ -71,9 +73,9 @@ class LoadedModel:
             return _DecoderResult(lean_hidden)
         return self._run_decoder(*args, **kwargs)
 
-    def check_weights(self, quantization: str | None, deterministic: bool) -> None:
+    def check_weights(self, quantization: str, deterministic: bool) -> None:
         """Raise ConfigError where an engine needs other weights than these."""
-        if quantization is not None and quantization != self.info.quantization:
+        if quantization not in ("auto", "none", self.info.quantization):
             raise ConfigError(
                 f"quantization {quantization} does not match the loaded model, which has {self.info.quantization}: "
                 "load the model again"
@@ -90,7 +92,7 @@ class LoadedModel:
     @cached_property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        return self.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        return self.module.get_input_embeddings().num_embeddings  # type: ignore[operator]
 
     @cached_property
     def token_limit(self) -> int:
@@ -205,7 +207,8 @@ def _read_module(info: ModelInfo, gguf: GgufModel | None, device: torch.device, 
         arguments["experts_implementation"] = products
     what = f"cannot load {source.name}"
     if gguf is not None:
-        return attempt(what, load_weights, gguf, info.config, info.dtype, **arguments)
+        later = info.packing.left_out if info.packing is not None else ()
+        return attempt(what, load_weights, gguf, info.config, info.dtype, later, **arguments)
     if info.key_mapping:
         arguments["key_mapping"] = dict(info.key_mapping)
     loader: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
@@ -244,7 +247,7 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
     """
     source = info.source
     require_for_weights(info.config, source.name)
-    if info.quantization:
+    if info.quantization and info.packing is None:
         try:
             check_quantization(info.quantization, info.dtype, device, deterministic)
         except ValueError as error:
@@ -256,7 +259,7 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
     tokenizer, ends = load_tokenizer(source, info.trust_remote_code, file)
     listed, generation = generation_defaults(source, file)
     module = _read_module(info, gguf, device, deterministic)
-    rows = module.get_input_embeddings().weight.shape[0]
+    rows = module.get_input_embeddings().num_embeddings
     eos = end_ids(listed, f"{source.name}: generation_config.json", rows)
     eos |= end_ids(getattr(info.config, "eos_token_id", None), f"{source.name}: config.json", rows)
     eos |= end_ids(ends, f"{source.name}: the tokenizer", rows)
@@ -273,7 +276,9 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
     if info.is_latent and not latent.install(module, head_by_head=deterministic):
         raise ModelError(f"{source.name}: its modules of latent attention are not those of its configuration")
     weights = None
-    if info.quantization:
+    if info.packing is not None:
+        weights = attempt(source.name, pack, module, info.packing, deterministic)
+    elif info.quantization:
         weights = attempt(source.name, quantize_linears, module, decoder_of(module), info.quantization, device)
-    info = replace(info, gguf=None)
+    info = replace(info, gguf=None, packing=None)
     return LoadedModel(info, module.to(device), tokenizer, frozenset(eos), generation, weights)

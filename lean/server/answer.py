@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -13,10 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from lean.server.choice import Choice
 from lean.server.errors import ENGINE_FAILED, ApiError
-from lean.server.frames import DONE, WAITING, Frames, encode, event
+from lean.server.frames import DONE, WAITING, Frames, event
 from lean.server.loop import Job, Part
+from lean.server.pieces import encode, in_blocks, pieces
 from lean.server.service import new_id
 from lean.server.shapes import usage
+from lean.server.silence import Silence
 
 if TYPE_CHECKING:
     from lean.server.prepare import Prepared
@@ -95,11 +97,35 @@ class Answer(Response):
         while parts := await self._job.parts():
             for part in parts:
                 self._take(part).add(part.output)
-        answer = {**self._head, "choices": [choice.whole() for choice in self._choices], "usage": self._usage()}
-        body = encode(answer)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        body = await self._service.beside(self._body) if self._has_logprobs else self._body()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, body)))]
         await self._start(send, 200, headers)
-        await send({"type": "http.response.body", "body": body})
+        for block in body[:-1]:
+            await self._write(send, block)
+        await self._write(send, body[-1], more=False)
+
+    @property
+    def _has_logprobs(self) -> bool:
+        """Whether the answer may be so large that it takes seconds to make."""
+        params = self._prepared.params
+        return params.logprobs is not None or params.prompt_logprobs is not None
+
+    def _body(self) -> list[bytes]:
+        """The whole answer in blocks. Where there are log-probabilities, called in a thread beside the event loop."""
+
+        def parts() -> Iterator[bytes]:
+            before = encode(self._head)[:-1] + b',"choices":['
+            for choice in self._choices:
+                yield before
+                yield from pieces(choice.whole())
+                before = b","
+            yield b'],"usage":' + encode(self._usage())
+            for key, value in (self._choices[0].prompt_logprobs() if self._prepared.chat else {}).items():
+                yield b"," + encode(key) + b":"
+                yield from pieces(value)
+            yield b"}"
+
+        return in_blocks(parts())
 
     def _usage(self) -> dict[str, Any]:
         """Of all choices together, as far as they are. The tokens of a prompt count once."""
@@ -119,31 +145,32 @@ class Answer(Response):
         headers.append((b"x-accel-buffering", b"no"))  # nginx would collect frames
         await self._start(send, 200, headers)  # it goes out now, before the prompt has been computed
         begun: set[int] = set()
-        while parts := await self._next_parts(send):
-            data = b"".join(self._frames_of(part, frames, begun) for part in parts)
-            if data:
-                await self._write(send, data)
+        silence = Silence(PING_S, self._job.wake)
+        try:
+            while (parts := await self._job.parts()) or not self._job.ended:
+                data = b"".join([await self._frames_of(part, frames, begun) for part in parts]) if parts else WAITING
+                if data:
+                    silence.end()
+                    await self._write(send, data)
+        finally:
+            silence.stop()
         last = frames.usage(self._usage()) if prepared.include_usage else b""
         await self._write(send, last + DONE, more=False)
 
-    def _frames_of(self, part: Part, frames: Frames, begun: set[int]) -> bytes:
+    async def _frames_of(self, part: Part, frames: Frames, begun: set[int]) -> bytes:
         choice = self._take(part)
+        first = choice.index not in begun
+        begun.add(choice.index)
+        if first and self._prepared.echo and self._has_logprobs:  # of the whole prompt
+            return await self._service.beside(self._frame, part, frames, choice, first)
+        return self._frame(part, frames, choice, first)
+
+    def _frame(self, part: Part, frames: Frames, choice: Choice, first: bool) -> bytes:
         piece = choice.add(part.output)
-        data = b""
-        if choice.index not in begun:
-            begun.add(choice.index)
-            data = frames.role(choice.index) if self._prepared.chat else b""
+        data = frames.role(choice.index) if first and self._prepared.chat else b""
         if piece.text or piece.finish_reason is not None or piece.logprobs is not None:
             data += frames.piece(choice.index, piece, self._usage() if self._prepared.usage_in_chunks else None)
         return data
-
-    async def _next_parts(self, send: Send) -> list[Part]:
-        """The next parts; comments are sent while there are none."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PING_S):
-                    return await self._job.parts()
-            await self._write(send, WAITING)
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._begun = True

@@ -43,7 +43,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         admitted = 1
         try:
             body = await read_body(request, service)
-            prepared = await service.preparer.run(prepare, service.preparer, body)
+            prepared = await service.preparer.run(prepare, body)
             service.admit(len(prepared.prompts) - 1)
             admitted = len(prepared.prompts)
             service.metrics.ignored(prepared.unknown)
@@ -67,9 +67,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokens(request: Request, convert: Callable[[Preparer, bytes], Any]) -> Response:
         service.admit()
         try:
-            return JSONResponse(
-                await service.preparer.run(convert, service.preparer, await read_body(request, service))
-            )
+            return JSONResponse(await service.preparer.run(convert, await read_body(request, service)))
         finally:
             service.release(1)
 

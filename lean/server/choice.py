@@ -71,10 +71,14 @@ class Choice:
         else:
             choice["text"] = self.text
         choice |= {"logprobs": logprobs, "finish_reason": self.finish_reason}
-        if prepared.prompt_report is not None:
-            entries = self._prompt_entries or []
-            choice["prompt_logprobs"] = prompt_logprobs(entries, prepared.prompt_report, self._vocabulary)
-        return choice
+        return choice if prepared.chat else {**choice, **self.prompt_logprobs()}
+
+    def prompt_logprobs(self) -> dict[str, Any]:
+        """vLLM's field of that name, where it is asked for: of each choice of a completion, and of a whole chat."""
+        most = self._prepared.prompt_report
+        if most is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._prompt_entries or [], most, self._vocabulary)}
 
     def _echoed(self) -> str:
         return self._prepared.texts[self._prompt] if self._prepared.echo else ""

@@ -17,15 +17,16 @@ class Wire(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-def _kind(schema: dict[str, Any], what: str, fits: Callable[[Any], bool]) -> Any:
-    """A field whose value must be null or ``fits``; ``what`` says so in an error."""
+def _kind(schema: dict[str, Any], what: str, fits: Callable[[Any], bool], required: bool = False) -> Any:
+    """A field whose value ``fits``, or is null unless ``required``; ``what`` says so in an error."""
 
     def check(value: Any) -> Any:
-        if value is not None and not fits(value):
+        if not (fits(value) or (value is None and not required)):
             raise PydanticCustomError("lean", f"must be {what}")
         return value
 
-    return Annotated[Any, BeforeValidator(check), WithJsonSchema({"anyOf": [schema, {"type": "null"}]})]
+    described = schema if required else {"anyOf": [schema, {"type": "null"}]}
+    return Annotated[Any, BeforeValidator(check), WithJsonSchema(described)]
 
 
 def _texts(value: Any) -> bool:
@@ -69,6 +70,8 @@ Prompt = _kind(
     {"anyOf": [_TEXT, _list(_TEXT, 1), {**_IDS, "minItems": 1}, _list(_IDS, 1)]},
     "a string, a list of strings, a list of token ids, or a list of such lists",
     _prompt,
+    required=True,
 )
 Content = _kind({"anyOf": [_TEXT, _list({"type": "object"})]}, "a string or a list of content parts", _content)
 TokenIds = _kind(_IDS, "a list of token ids", is_ids)
+RequiredTokenIds = _kind(_IDS, "a list of token ids", is_ids, required=True)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from lean.server.choice import Piece
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+from lean.server.pieces import encode, pieces
 
 DONE = b"data: [DONE]\n\n"
 WAITING = b": the prompt is being computed\n\n"  # a comment: clients ignore it, proxies see that the connection lives
-
-
-def encode(value: Any) -> bytes:
-    """A value as JSON without spaces, in ASCII: no reader takes a character in it for the end of a line."""
-    return _ENCODER.encode(value).encode()
 
 
 def event(data: bytes) -> bytes:
@@ -58,7 +51,7 @@ class Frames:
             content = b'"delta":{"content":' + text + b"}" if piece.text else b'"delta":{}'
         else:
             content = b'"text":' + text
-        rest = encode({"logprobs": piece.logprobs, "finish_reason": piece.finish_reason})[1:]
+        rest = b"".join(pieces({"logprobs": piece.logprobs, "finish_reason": piece.finish_reason}))[1:]
         tail = b',"usage":' + encode(usage) if self._usage else b""
         return before + content + b"," + rest + b"]" + tail + b"}\n\n"
 

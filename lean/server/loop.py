@@ -7,10 +7,8 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from lean.errors import RequestError, one_line
@@ -44,8 +42,7 @@ class Snapshot(NamedTuple):
     disk: DiskCounts | None = None
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """An output of prompt number ``prompt`` of a job, and when its step ended (`time.monotonic`)."""
 
     prompt: int
@@ -56,15 +53,15 @@ class Part:
 class Job:
     """Prompts that one HTTP request gave to the engine, with the same parameters.
 
-    The event loop makes it and reads it; the engine's thread only passes it back. ``accepted`` is set when every prompt
-    waits in the engine. Then `parts` gives the outputs.
+    The event loop makes it and reads it; the engine's thread only passes it back. `accepted` waits until every prompt
+    waits in the engine. Then `parts` gives the outputs. One task at a time may wait.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], params: SamplingParams, cache_salt: str | None = None) -> None:
         self.prompts, self.params, self.cache_salt = prompts, params, cache_salt
         self._open = len(prompts) * params.n  # sequences that have not ended
-        self._parts: deque[Part] = deque()
-        self._news = asyncio.Event()
+        self._parts: list[Part] = []
+        self._reader: asyncio.Future[None] | None = None  # of the task that waits for news
         self._error: Exception | None = None
         self._accepted = False
         self.request_ids: list[int] = []  # of the engine's thread
@@ -78,41 +75,48 @@ class Job:
     async def accepted(self) -> None:
         """Wait until the engine has taken the prompts. Raises ApiError if it refuses one."""
         while not (self._accepted or self._error):
-            await self._news.wait()
-            self._news.clear()
+            await self._news()
         if self._error is not None:
             raise self._error
 
     async def parts(self) -> list[Part]:
-        """The outputs that came since the last call, at least one; none when all have been given.
+        """The outputs that came since the last call; none when all have been given (see `ended`), or after `wake`.
 
         Raises ApiError if the engine failed, or the server ends.
         """
-        while not self._parts and not self.ended:
-            self._news.clear()
-            await self._news.wait()
+        if not self._parts and not self.ended:
+            await self._news()
         if self._parts:
-            parts = list(self._parts)
-            self._parts.clear()
+            parts, self._parts = self._parts, []
             return parts
         if self._error is not None:
             raise self._error
         return []
 
+    async def _news(self) -> None:
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader
+
+    def wake(self) -> None:
+        """Let the task that waits go on."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
     def accept(self) -> None:
         self._accepted = True
-        self._news.set()
+        self.wake()
 
     def put(self, parts: Sequence[Part]) -> None:
-        self._open -= sum(part.output.finish_reason is not None for part in parts)
-        self._parts.extend(parts)
-        self._news.set()
+        for part in parts:
+            self._open -= part.output.finish_reason is not None
+        self._parts += parts
+        self.wake()
 
     def fail(self, error: Exception) -> None:
         """End the job. What came before can still be read."""
         if not self.ended:
             self._error = error
-            self._news.set()
+            self.wake()
 
 
 class EngineLoop:
@@ -136,7 +140,7 @@ class EngineLoop:
         on_end: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._load, self._on_ready, self._on_end = load, on_ready, on_end
-        self._commands: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[LLM], object] | None] = queue.SimpleQueue()  # None: stop
         self._jobs: set[Job] = set()  # the event loop's: not ended
         self._owners: dict[int, tuple[Job, int]] = {}  # the thread's: request id -> job and number of the prompt
         self._left: dict[int, int] = {}  # the thread's: request id -> sequences that have not ended
@@ -160,13 +164,17 @@ class EngineLoop:
             job.fail(self._closed)
             return
         self._jobs.add(job)
-        self._commands.put(("add", job))
+        self.call(lambda llm: self._add(llm, job))
 
     def cancel(self, job: Job) -> None:
         """The client has left: end the job's requests after the running step."""
         self._jobs.discard(job)
         if not job.ended:
-            self._commands.put(("cancel", job))
+            self.call(lambda llm: self._abort(llm, job))
+
+    def call(self, command: Callable[[LLM], object]) -> None:
+        """Let the engine's thread call ``command`` between two steps. An error there ends the engine."""
+        self._commands.put(command)
 
     def cancel_all(self, error: ApiError) -> None:
         """End all jobs with an error, and those that come later."""
@@ -178,7 +186,7 @@ class EngineLoop:
     def stop(self, timeout: float | None = None) -> None:
         """End the thread after the running step, and wait for it. What still runs ends with an error."""
         self.cancel_all(ApiError(503, SHUTTING_DOWN))
-        self._commands.put(("stop", None))
+        self._commands.put(None)
         self._thread.join(timeout)
 
     @property
@@ -238,16 +246,13 @@ class EngineLoop:
         wait = not llm.has_work
         while True:
             try:
-                command, job = self._commands.get(block=wait)
+                command = self._commands.get(block=wait)
             except queue.Empty:
                 return True
             wait = False
-            if job is None:
+            if command is None:
                 return False
-            if command == "add":
-                self._add(llm, job)
-            else:
-                self._abort(llm, job)
+            command(llm)
 
     def _add(self, llm: LLM, job: Job) -> None:
         try:

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from lean.llm import LLM
 
 NUM_THREADS = 2
+LARGE_BODY = 2**18  # bytes; reading 4 MiB of text takes seconds
 TOO_LONG = "context_length_exceeded"
 
 R = TypeVar("R")
@@ -91,6 +93,8 @@ class Preparer:
         self.max_in_flight = self.max_num_seqs + config.max_waiting  # prompts that run and wait
         self.vocab_size, self.token_limit = model.vocab_size, model.token_limit
         self.has_template = has_template(model.tokenizer)
+        self._longest_token = max(map(len, model.tokenizer.get_vocab()))
+        self._large = asyncio.Semaphore(NUM_THREADS - 1)  # the last thread is for bodies that are read at once
         self._copies: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for _ in range(NUM_THREADS):
             self._copies.put(copy.deepcopy(model.tokenizer))
@@ -105,9 +109,10 @@ class Preparer:
         """The tokenizer of the calling thread of the pool."""
         return self._own.tokenizer
 
-    async def run(self, call: Callable[..., R], *arguments: object) -> R:
-        """Call a method of this object in a thread of the pool."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+    async def run(self, call: Callable[[Preparer, bytes], R], body: bytes) -> R:
+        """Call a method of this object in a thread of the pool. Large bodies hold up none that are not."""
+        async with self._large if len(body) > LARGE_BODY else nullcontext():
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call, self, body)
 
     def close(self) -> None:
         """End the threads; those that compute end when they are done."""
@@ -124,7 +129,9 @@ class Preparer:
             raise bad_field("top_logprobs", "needs logprobs: true")
         self._bound("top_logprobs", report, self.config.max_logprobs)
         params = replace(prepared.params, logprobs=report if request.logprobs else None)
-        ids = self._chat_ids(request)
+        turns = self._turns(request)
+        self._check_text(sum(len(turn["content"]) for turn in turns), "messages")
+        ids = self._chat_ids(turns)
         self._check_prompts([ids], "messages")
         return replace(prepared, prompts=[ids], params=params)
 
@@ -137,6 +144,7 @@ class Preparer:
         single = isinstance(given, str) or is_ids(given)
         items = [given] if single else given
         self._bound("prompt", len(items), min(self.config.max_prompts, self.max_in_flight), "prompts")
+        self._check_text(max((len(item) for item in items if isinstance(item, str)), default=0), "prompt")
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = [self._text_ids(item, special, "prompt") if isinstance(item, str) else item for item in items]
         self._check_prompts(ids, "prompt")
@@ -159,7 +167,7 @@ class Preparer:
             special = True if request.add_special_tokens is None else request.add_special_tokens
             ids = self._text_ids(request.prompt, special, "prompt")
         else:
-            ids = self._chat_ids(request)
+            ids = self._chat_ids(self._turns(request))
         names = self.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
         return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}
 
@@ -168,8 +176,6 @@ class Preparer:
         request = read_body(DetokenizeRequest, body)
         unknown_fields(request)
         self.check_model(request.model)
-        if request.tokens is None:
-            raise bad_field("tokens", "is missing")
         self._check_ids(request.tokens, "tokens", self.vocab_size)
         return {"prompt": self.tokenizer.decode(request.tokens)}
 
@@ -205,7 +211,7 @@ class Preparer:
             no_answer=self._most_tokens(request) == 0,
             stream=bool(request.stream),
             include_usage=bool(options and options.include_usage),
-            usage_in_chunks=bool(options and options.continuous_usage_stats),
+            usage_in_chunks=bool(options and options.include_usage and options.continuous_usage_stats),
             unknown=unknown,
             cache_salt=request.cache_salt,
         )
@@ -260,23 +266,37 @@ class Preparer:
         if ids and max(ids) >= limit:
             raise bad_field(name, f"must have token ids from 0 to {limit - 1}")
 
+    def _check_text(self, characters: int, name: str) -> None:
+        """Refuse a text that is too long however it is tokenized: tokenizing it would take seconds."""
+        most = self.max_model_len * self._longest_token
+        if characters > most:
+            raise bad_field(
+                name,
+                f"has {characters} characters, so the prompt is too long: the maximum context length is "
+                f"{self.max_model_len} tokens for prompt and answer together, and these are at most {most} characters",
+                TOO_LONG,
+            )
+
     def _check_prompts(self, prompts: list[list[int]], name: str) -> None:
         for ids in prompts:
             self._check_ids(ids, name, self.vocab_size)
             if not ids:
                 raise bad_field(name, "must not be empty")
             if len(ids) >= self.max_model_len:
+                # Clients know this error by these words: "prompt is too long", "maximum context length".
                 raise bad_field(
                     name,
-                    f"has {len(ids)} tokens, and this server takes at most {self.max_model_len} for prompt and answer "
-                    "together",
+                    f"has {len(ids)} tokens, so the prompt is too long: the maximum context length is "
+                    f"{self.max_model_len} tokens for prompt and answer together",
                     TOO_LONG,
                 )
 
-    def _chat_ids(self, request: ChatRequest | TokenizeRequest) -> list[int]:
+    def _turns(self, request: ChatRequest | TokenizeRequest) -> list[dict[str, str]]:
         if not self.has_template:
             raise ApiError(400, "the model has no chat template: use /v1/completions", "messages")
-        turns = turns_of(request.messages or [], self.config.max_messages)
+        return turns_of(request.messages or [], self.config.max_messages)
+
+    def _chat_ids(self, turns: list[dict[str, str]]) -> list[int]:
         try:
             return encode_chat(self.tokenizer, turns)
         except RequestError as error:

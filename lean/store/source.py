@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lean.errors import ModelError, one_line
 from lean.store.gguf.file import is_gguf, part_files, read_gguf
-from lean.store.pull import ARTEFACTS, pull
+from lean.store.pull import ARTEFACTS, ORIGINAL, pull
 from lean.units import megabytes
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -24,12 +24,16 @@ WHAT_TO_DO = "pass a local folder, or run `lean pull smollm2-135m`"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on disk: a checkpoint folder, or a GGUF file in a folder; of a split one, the first part."""
+    """A model on disk: a checkpoint folder, or a GGUF file in a folder; of a split one, the first part.
+
+    ``original``: the GGUF file in the folder from which its checkpoint was made.
+    """
 
     folder: Path
     gguf_file: str | None
     name: str
     origin: Literal["path", "pulled", "hub"]
+    original: str | None = None
 
     def weight_files(self) -> list[tuple[Path, int, int]]:
         """(path, size in bytes, time of the last change in ns) of every file of the weights, by name.
@@ -59,7 +63,9 @@ def resolve(model: str, *, progress: bool = True, trust_remote_code: bool = Fals
     if exists:
         return _from_path(path)
     if model in ARTEFACTS:
-        return ModelSource(pull(model, progress=progress), None, model, "pulled")
+        folder = pull(model, progress=progress)
+        kept = ORIGINAL if (folder / ORIGINAL).is_file() else None  # earlier versions of lean deleted it
+        return ModelSource(folder, None, model, "pulled", kept)
     if model.startswith(("./", "../", "/", "~/")) or model.lower().endswith((".gguf", ".safetensors")):
         raise ModelError(f"no such file or folder: {shown}")
     if re.search(r"\s|\?", model):

@@ -17,7 +17,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class Vocabulary:
-    """The tokens of a tokenizer. The tokenizer must be this object's own: one in use elsewhere may be busy."""
+    """The tokens of a tokenizer, which must be this object's own: one in use elsewhere may be busy.
+
+    Any thread may call any method: nothing changes the tokenizer.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -4,14 +4,17 @@ import os
 import signal
 import socket
 import threading
+import time
+from contextlib import suppress
 
 import httpx
 import pytest
 from commands import assert_refused
 from http_server import SETTINGS, chat_checkpoint
 
-from lean import yaml_file
+from lean import EngineError, yaml_file
 from lean.cli import serve as command
+from lean.server.loop import MOST_FAILURES
 
 FEW = [f"--{key.replace('_', '-')}={value}" for key, value in SETTINGS.items()]
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -121,6 +124,25 @@ def test_requests_that_do_not_finish_in_time_are_ended(lean, folder, monkeypatch
     client.done()
     assert code == 0
     assert '"type": "unavailable_error"' in seen["text"]
+
+
+def test_an_engine_that_cannot_go_on_ends_the_command_with_code_1(lean, folder, monkeypatch):
+    def broken(chunks):
+        raise EngineError("a test broke the engine")
+
+    def work(url, service):
+        service.engine.llm.engine.runner.execute = broken
+        for _ in range(MOST_FAILURES):
+            with suppress(httpx.TransportError):
+                assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).status_code in (500, 503)
+        while service.phase.value != "draining":
+            time.sleep(0.01)
+
+    client = Client(monkeypatch, work)
+    code, _, err = lean("serve", folder, "--port=0", "--no-probe", *FEW)
+    client.done()
+    assert code == 1
+    assert err.splitlines()[-1] == "lean: a test broke the engine"
 
 
 def test_a_server_for_others_without_keys_is_warned_about(lean, folder, monkeypatch):

@@ -232,6 +232,35 @@ def test_a_request_that_goes_wrong_ends_alone_at_the_chunk_that_did(engine, tiny
     assert "layer 0, tokens 0..15" in bad.error
 
 
+@pytest.mark.parametrize("column", [5, PROMPT[4]], ids=["another token", "the prompt's own token"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, -3.4e38])
+def test_logits_of_a_prompt_that_overflow_end_its_request_alone(engine, monkeypatch, value, column):
+    """``value``: of one logit of the prompt's fourth token. Finite logits far apart give -inf as a log-probability."""
+    llm = engine(deterministic=True, prefill_chunk=64)
+    beside, bad = PROMPT[:9], PROMPT[:12]
+    good = llm.generate([beside], ask(5))[0].token_ids
+
+    def overflowing(logits):
+        def call(hidden):
+            found = logits(hidden)
+            if len(hidden) == len(bad) - 1:  # these rows predict the prompt
+                found[3, 7 if value == -3.4e38 else column] = 3.4e38
+                found[3, column] = value
+            return found
+
+        return call
+
+    wrap_part(monkeypatch, llm, "logits", overflowing)
+    failed = llm.engine.add(bad, ask(5, prompt_logprobs=1), collects=True)
+    (other,) = llm.generate([beside], ask(5))
+    outputs, ended = llm.engine.collect(failed)
+    llm.engine.forget(failed)
+    assert other.token_ids == good
+    assert ended
+    is_finite = value == -3.4e38 and column == 5
+    assert [out.finish_reason for out in outputs if out.finish_reason] == ["length" if is_finite else "error"]
+
+
 def test_values_beyond_448_are_not_clipped_by_fp8(engine, tiny):
     exact = engine(str(tiny("llama")), kv_dtype="fp32")
     projection, largest = exact.model.module.model.layers[0].self_attn.v_proj, []

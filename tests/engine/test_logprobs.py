@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from draws import LOGITS, make, token_logprobs
+from draws import LOGITS, make, read_measured, token_logprobs
 
-from lean.engine.logprobs import TokenLogprob
+from lean.engine.logprobs import TokenLogprob, measure
 from lean.errors import EngineError
 
 
@@ -60,12 +60,21 @@ def test_the_first_of_the_top_is_what_greedy_chooses_even_where_log_probabilitie
 
 
 @pytest.mark.parametrize(("top", "shown"), [(0, 0), (1, 1), (4, 4), (5, 5), (6, 5), (8, 5), (10**6, 5)])
-def test_padding_is_never_among_the_top(top, shown):
+def test_ids_without_probability_are_never_among_the_top(top, shown):
     logits = LOGITS.clone()
     logits[[1, 6, 7]] = -math.inf
     [found] = token_logprobs(logits[None], [3], top)
     assert [token for token, _ in found.top] == [5, 3, 0, 4, 2][:shown]
     assert sum(math.exp(x) for _, x in found.top) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("top", [0, 1, 3, 6, 8, 10**6])
+def test_padding_is_never_among_the_top_and_has_its_share_of_the_probability(top):
+    [found] = read_measured(measure(LOGITS[None], torch.tensor([5]), top, num_tokens=6), top)
+    expected = log_softmax(LOGITS)
+    assert found.logprob == pytest.approx(expected[5], abs=2e-6)
+    assert [token for token, _ in found.top] == [1, 5, 3, 0, 4, 2][:top]
+    assert [x for _, x in found.top] == pytest.approx([expected[token] for token, _ in found.top], abs=2e-6)
 
 
 def test_log_probabilities_are_plain_json_numbers_even_at_extremes():

@@ -132,6 +132,18 @@ def test_sequences_draw_from_one_row_with_numbers_of_their_own():
     assert len(set(expected)) > 10
 
 
+def test_padding_is_never_drawn_however_likely_it_is():
+    rows = logits(21, 5)
+    expected = [one.token for one in sample(rows, turns(21))[0]]
+    rows[:, VOCAB - 100 :] = 100.0
+    params = [SamplingParams(seed=1, **MIXED[i % len(MIXED)]) for i in range(21)]
+    own = [Turn(Sampler(one, [1, VOCAB - 1], i), i, one.logprobs) for i, one in enumerate(params)]
+    found, _ = sample(rows, own, num_tokens=VOCAB - 100)
+    assert max(one.token for one in found) < VOCAB - 100
+    found, _ = sample(rows, turns(21), num_tokens=VOCAB - 100)
+    assert [one.token for one in found] == expected
+
+
 def test_a_step_that_fails_takes_no_number_and_counts_no_token(monkeypatch):
     rows = logits(7, 3)
     expected = [one.token for step in (turns(7),) for _ in range(2) for one in sample(rows, step)[0]]

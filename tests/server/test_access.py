@@ -1,5 +1,6 @@
 """Who may use the server: keys, hosts, certificates, and its phases."""
 
+import socket
 import threading
 
 import pytest
@@ -99,3 +100,13 @@ def test_a_server_that_loads_says_so(folder):
 def test_a_port_in_use_is_a_mistake_of_the_user():
     with listen(ServerConfig(port=0)) as taken, pytest.raises(ConfigError, match="cannot listen"):
         listen(ServerConfig(port=taken.getsockname()[1]))
+
+
+def test_a_port_whose_connections_were_cut_off_can_be_had_at_once():
+    with listen(ServerConfig(port=0)) as first:
+        port = first.getsockname()[1]
+        with socket.create_connection(first.getsockname()):
+            first.accept()[0].close()  # who closes first keeps the port busy for a minute
+            first.close()
+            with listen(ServerConfig(port=port)) as second:
+                assert second.getsockname()[1] == port

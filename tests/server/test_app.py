@@ -4,6 +4,7 @@ import json
 
 import pytest
 from http_server import CONTROL, chat_tokenizer, error_of, loader, served
+from tiny import EOS
 
 from lean import SamplingParams
 
@@ -86,6 +87,17 @@ def test_a_streamed_chat_says_what_a_whole_one_does(server):
     assert all(event["object"] == "chat.completion.chunk" and "usage" not in event for event in events)
 
 
+def test_pieces_of_a_stream_make_the_whole_text_also_where_characters_are_cut(server):
+    cut = 0
+    for seed in range(8):  # random bytes: most are no characters, and ends lie within characters
+        body = {"prompt": "é😀", "max_tokens": 1 + 3 * seed, "temperature": 1, "seed": seed, "ignore_eos": True}
+        whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
+        events = server.events("/v1/completions", body)
+        assert "".join(event["choices"][0]["text"] for event in events) == whole
+        cut += "\ufffd" in whole
+    assert cut
+
+
 def test_usage_comes_last_or_in_every_chunk(server):
     options = {"include_usage": True}
     *chunks, last = server.events("/v1/chat/completions", {**HI, **GREEDY, "stream_options": options})
@@ -97,6 +109,9 @@ def test_usage_comes_last_or_in_every_chunk(server):
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == last["usage"]["completion_tokens"] == 5
+    options["include_usage"] = False
+    chunks = server.events("/v1/completions", {"prompt": "a", **GREEDY, "stream_options": options})
+    assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
 
 def test_an_echoed_prompt_has_the_engines_log_probabilities(server):
@@ -111,6 +126,13 @@ def test_an_echoed_prompt_has_the_engines_log_probabilities(server):
     assert all(max(top.values()) >= one for top, one in zip(choice["logprobs"]["top_logprobs"][1:], found[1:]))
 
 
+def test_an_answer_that_is_the_end_of_sequence_alone_has_its_log_probability_behind_the_prompts(server):
+    """lm-eval drops the last log-probability: it must not be one of the prompt's."""
+    body = server.complete("abc", echo=True, logprobs=1, max_tokens=1, logit_bias={str(EOS): 100}).json()
+    choice = body["choices"][0]
+    assert (choice["text"], choice["finish_reason"], len(choice["logprobs"]["token_logprobs"])) == ("abc", "stop", 4)
+
+
 def test_an_echo_alone_generates_nothing(server):
     body = server.complete("hello", echo=True, max_tokens=0, logprobs=1).json()
     assert body["choices"][0]["text"] == "hello"
@@ -123,6 +145,13 @@ def test_prompt_logprobs_are_reported_by_token_id(server):
     assert report[0] is None
     for entry, token in zip(report[1:], ids_of("abc")[1:]):
         assert entry[str(token)]["decoded_token"] in "abc"
+
+
+def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(server):
+    body = server.chat("abc", prompt_logprobs=1, max_tokens=1, n=2, temperature=1).json()
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+    assert all("prompt_logprobs" not in choice for choice in body["choices"])
+    assert "prompt_logprobs" not in server.chat("abc", max_tokens=1).json()
 
 
 def test_stop_strings_end_an_answer_before_them(server):

@@ -11,6 +11,7 @@ import pytest
 from http_server import WAIT_S, error_of, loader, served
 
 from lean.server.loop import MOST_FAILURES
+from lean.server.prepare import LARGE_BODY, Preparer
 
 LONG = {"prompt": "hello", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -123,6 +124,48 @@ def test_a_client_that_never_reads_is_disconnected(impatient):
         impatient.assert_idle()
 
 
+def test_a_client_that_never_reads_holds_nobody_up(shared):
+    body = body_of(messages=[{"role": "user", "content": "hi"}], stream=True, logprobs=True, top_logprobs=20)
+    with connect(shared) as one:
+        one.sendall(head(body, "/v1/chat/completions"))
+        shared.wait_until(lambda: shared.service.in_flight == 1)
+        for stream in (False, True):
+            assert shared.complete("hello", max_tokens=3, stream=stream).status_code == 200
+        assert shared.http.get("/health").status_code == 200
+    shared.assert_idle()
+
+
+def test_a_text_that_is_too_long_in_any_case_is_refused_before_it_is_tokenized(shared, monkeypatch):
+    monkeypatch.delattr("lean.server.prepare.token_ids")
+    monkeypatch.delattr("lean.server.prepare.encode_chat")
+    for response, field in ((shared.complete("x" * 3_000_000), "prompt"), (shared.chat("x" * 3_000_000), "messages")):
+        assert error_of(response)[:2] == (400, field)
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    shared.assert_idle()
+
+
+def test_large_bodies_that_take_long_to_read_hold_up_no_small_ones(shared, monkeypatch):
+    gate, tokenize = threading.Event(), Preparer.tokenize
+
+    def slow(preparer, body):
+        assert len(body) < LARGE_BODY or gate.wait(WAIT_S)
+        return tokenize(preparer, body)
+
+    monkeypatch.setattr(Preparer, "tokenize", slow)
+    large = [threading.Thread(target=shared.post, args=("/tokenize", {"prompt": "x" * LARGE_BODY})) for _ in range(3)]
+    for thread in large:
+        thread.start()
+    try:
+        shared.wait_until(lambda: shared.service.in_flight == len(large))
+        assert shared.post("/tokenize", {"prompt": "hi"}).json()["count"] == 2
+        assert shared.complete("hello", max_tokens=1).status_code == 200
+    finally:
+        gate.set()
+        for thread in large:
+            thread.join(WAIT_S)
+    shared.assert_idle()
+
+
 def test_a_crowd_is_told_to_come_again(folder):
     gate = threading.Event()
     with served(loader(folder, max_num_seqs=1), max_waiting=1) as server:
@@ -186,10 +229,11 @@ def test_a_client_that_leaves_ends_its_request_before_the_next_step(folder, stre
         assert server.service.engine.snapshot.steps <= steps + 2  # the held step, and one that delivers the abort
 
 
-def test_random_disconnects_leave_nothing_behind(shared):
-    draw = random.Random(0)
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_disconnects_leave_nothing_behind(shared, count):
+    draw = random.Random(count)
     bodies = [body_of(stream=True), body_of(n=2, temperature=1), body_of(prompt=["a", "b"], stream=True, echo=True)]
-    for _ in range(60):
+    for _ in range(count):
         request = head(draw.choice(bodies))
         with connect(shared) as one:
             one.sendall(request[: draw.randrange(1, len(request) + 1)] if draw.random() < 0.4 else request)

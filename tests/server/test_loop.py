@@ -1,6 +1,7 @@
 """The engine's thread: jobs in, outputs out, and its faults."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -147,6 +148,16 @@ def test_an_engine_that_fails_again_and_again_is_given_up(llm, monkeypatch):
         return await asyncio.wait_for(loop.ended, WAIT_S)
 
     assert isinstance(in_loop(llm, test), EngineError)
+
+
+def test_a_call_happens_in_the_thread_of_the_engine(llm):
+    async def test(loop):
+        found = asyncio.get_running_loop().create_future()
+        here = asyncio.get_running_loop()
+        loop.call(lambda engine: here.call_soon_threadsafe(found.set_result, (engine, threading.current_thread().name)))
+        return await asyncio.wait_for(found, WAIT_S)
+
+    assert in_loop(llm, test) == (llm, "lean-engine")
 
 
 def test_a_model_that_cannot_be_loaded_is_reported():

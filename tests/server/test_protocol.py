@@ -6,7 +6,7 @@ import pytest
 
 from lean.server.errors import ApiError
 from lean.server.messages import turns_of
-from lean.server.protocol import ChatRequest, CompletionRequest, read_body, unknown_fields
+from lean.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, read_body, unknown_fields
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -117,10 +117,13 @@ def test_a_prompt_is_text_or_token_ids_or_lists_of_them(prompt):
 
 @pytest.mark.parametrize("prompt", [None, [], [[1], "a"], [1, "a"], [True], [1.5], {}, 3], ids=str)
 def test_other_prompts_are_refused(prompt):
-    if prompt is None:
-        assert refusal(read_body, CompletionRequest, b"{}").message == "prompt is missing"
-    else:
-        assert refusal(read_body, CompletionRequest, json.dumps({"prompt": prompt}).encode()).param == "prompt"
+    assert refusal(read_body, CompletionRequest, json.dumps({"prompt": prompt}).encode()).param == "prompt"
+
+
+def test_what_must_be_given_is_missed_by_its_name():
+    for kind, name in ((CompletionRequest, "prompt"), (ChatRequest, "messages"), (DetokenizeRequest, "tokens")):
+        assert refusal(read_body, kind, b"{}").message == f"{name} is missing"
+        assert refusal(read_body, kind, json.dumps({name: None}).encode()).param == name
 
 
 @pytest.mark.parametrize(

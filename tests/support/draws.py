@@ -39,8 +39,12 @@ def draws(logits, count, prompt=(), index=0, **params) -> list[int]:
 
 def token_logprobs(logits: torch.Tensor, ids: list[int], top: int) -> list[TokenLogprob]:
     """Log-probabilities of one token per row, and of the row's most likely ones."""
-    [measured] = read([measure(logits, torch.tensor(ids, dtype=torch.long), top)])
-    return read_logprobs(measured, top)
+    return read_measured(measure(logits, torch.tensor(ids, dtype=torch.long), top), top)
+
+
+def read_measured(measured: torch.Tensor, top: int) -> list[TokenLogprob]:
+    """What `measure` returned, as the host reads it."""
+    return read_logprobs(read([measured])[0], top)
 
 
 def force(sampler, ids, vocab) -> None:

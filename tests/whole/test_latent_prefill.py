@@ -214,3 +214,38 @@ def test_heads_are_taken_together_in_equal_parts_that_fit():
     assert 32 * mebibyte == expansion.POOL_BYTES
     assert [heads_at_once(20, size * mebibyte) for size in (1, 4, 5, 16, 17, 500)] == [20, 5, 5, 2, 1, 1]
     assert heads_at_once(7, 5 * mebibyte) == 1
+
+
+@pytest.fixture
+def held(monkeypatch) -> list[int]:
+    """Bytes of the vectors and of the expanded K/V, of each layer and chunk that is expanded."""
+    found = []
+    attend, pool_for = expansion.attend_expanded, expansion._Vectors.pool_for
+
+    def begun(*args, **kwargs):
+        found.append(0)
+        return attend(*args, **kwargs)
+
+    def made(vectors, layout):
+        pool = pool_for(vectors, layout)
+        found[-1] += vectors.latent.nbytes + pool.arena.nbytes
+        return pool
+
+    monkeypatch.setattr("lean.model.attention.attend_expanded", begun)
+    monkeypatch.setattr(expansion._Vectors, "pool_for", made)
+    return found
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8"])
+def test_memory_of_the_longest_prompt_is_kept_free(model, held, monkeypatch, kv_dtype):
+    monkeypatch.setattr(expansion, "POOL_BYTES", 2**17)
+    llm = engine(model, kv_dtype, prefill_chunk=160)
+    list(llm.hidden_states(tokens(320)))
+    assert max(held) == llm.engine.parts.working_bytes > 2**15
+    assert len(held) == 8
+
+
+@pytest.mark.parametrize("config", [{"window": 64}, {"deterministic": True}, {"prefill_chunk": 32}], ids=str)
+def test_no_memory_is_kept_where_nothing_is_expanded(folder, config):
+    llm = LLM(str(folder), EngineConfig(dtype="float32", max_model_len=320, **config))
+    assert llm.engine.parts.working_bytes == 0

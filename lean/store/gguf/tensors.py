@@ -46,8 +46,21 @@ def _read(stream: BinaryIO, count: int) -> bytearray:
     return data if done == count else data[:done]
 
 
-def dequantize(tensor: GgufTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of a tensor in ``dtype``, [*shape]; a part of its rows is held in float32 at a time.
+def ordered_rows(tensor: GgufTensor, rows_at_once: int, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """`raw_rows` of a matrix in another order: ``order`` says which row of the file each row is.
+
+    All bytes of the tensor are held then.
+    """
+    if order is None:
+        yield from raw_rows(tensor, rows_at_once)
+        return
+    [whole] = raw_rows(tensor, len(order))
+    for start in range(0, len(order), rows_at_once):
+        yield whole[order[start : start + rows_at_once]]
+
+
+def decoded_rows(tensor: GgufTensor, rows_at_once: int, order: np.ndarray | None = None) -> Iterator[torch.Tensor]:
+    """The numbers of a tensor, float32 (float64 of an F64 tensor) [rows, columns], part by part; see `ordered_rows`.
 
     Raises:
         ModelError: the file cannot be read, or the gguf package cannot decode the tensor's type.
@@ -58,13 +71,25 @@ def dequantize(tensor: GgufTensor, dtype: torch.dtype) -> torch.Tensor:
     from gguf.quants import dequantize as decode
 
     require_decoder(tensor)
+    for raw in ordered_rows(tensor, rows_at_once, order):
+        values = raw.view(np.float64) if tensor.type == F64 else decode(raw, GGMLQuantizationType(tensor.type))
+        yield torch.from_numpy(np.ascontiguousarray(values).reshape(len(raw), tensor.shape[-1]))
+
+
+def dequantize(tensor: GgufTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of a tensor in ``dtype``, [*shape]; a part of its rows is held in float32 at a time.
+
+    Raises:
+        ModelError: the file cannot be read, or the gguf package cannot decode the tensor's type.
+    """
+    import torch
+
     columns = tensor.shape[-1]
     out = torch.empty(math.prod(tensor.shape[:-1]), columns, dtype=dtype)
     start = 0
-    for raw in raw_rows(tensor, max(1, CHUNK // columns)):
-        values = raw.view(np.float64) if tensor.type == F64 else decode(raw, GGMLQuantizationType(tensor.type))
-        out[start : start + len(raw)] = torch.from_numpy(np.ascontiguousarray(values).reshape(len(raw), columns))
-        start += len(raw)
+    for values in decoded_rows(tensor, max(1, CHUNK // columns)):
+        out[start : start + len(values)] = values
+        start += len(values)
     return out.reshape(tensor.shape)
 
 

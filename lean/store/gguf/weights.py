@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from lean.store.gguf.header import GgufTensor
 from lean.store.gguf.tensors import dequantize, require_decoder
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 # Frequencies that the first converters stored, and that every program computes itself.
@@ -92,21 +93,30 @@ def read_model(file: GgufFile, config: Any) -> GgufModel:
         return plan_weights(file, AutoModelForCausalLM.from_config(config))
 
 
-def load_weights(model: GgufModel, config: Any, dtype: torch.dtype, **arguments: Any) -> Any:
+def load_weights(
+    model: GgufModel, config: Any, dtype: torch.dtype, later: Collection[str] = (), **arguments: Any
+) -> Any:
     """transformers' module with the file's weights in ``dtype``, on the CPU.
 
     Args:
         config: made from `config_fields`.
+        later: names of tensors of the module that are not read. They are zeros that take no memory.
         arguments: of `from_pretrained`.
 
     Raises:
         ModelError: the file cannot be read.
     """
+    import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from lean.store.library import quiet
 
-    state = dict(_filled(model.targets, dtype))
+    state = {target.name: filled(target, dtype) for target in model.targets if target.name not in later}
+    state |= {
+        target.name: torch.zeros(1, dtype=dtype).expand(target.shape)
+        for target in model.targets
+        if target.name in later
+    }
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with quiet():
         module, report = cls.from_pretrained(
@@ -117,17 +127,25 @@ def load_weights(model: GgufModel, config: Any, dtype: torch.dtype, **arguments:
     return module
 
 
-def _filled(targets: Iterable[Target], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def filled(target: Target, dtype: torch.dtype) -> torch.Tensor:
+    """One tensor of the module. Raises ModelError where the file cannot be read."""
     import torch
 
-    for target in targets:
-        if not target.origins:
-            yield target.name, torch.zeros(target.shape, dtype=dtype)
-            continue
-        # Vectors change in float32, before they are rounded; for larger tensors the change only moves numbers.
-        exact = len(target.shape) == 1 and dtype is not torch.float64
-        parts = [dequantize(tensor, torch.float32 if exact else dtype) for tensor in target.origins]
-        yield target.name, _changed(parts, target.change, target.heads).to(dtype).contiguous()
+    if not target.origins:
+        return torch.zeros(target.shape, dtype=dtype)
+    # Vectors change in float32, before they are rounded; for larger tensors the change only moves numbers.
+    exact = len(target.shape) == 1 and dtype is not torch.float64
+    parts = [dequantize(tensor, torch.float32 if exact else dtype) for tensor in target.origins]
+    return _changed(parts, target.change, target.heads).to(dtype).contiguous()
+
+
+def row_order(target: Target) -> np.ndarray | None:
+    """Which row of its tensor each row of the module's matrix is; None where they are in the same order."""
+    import numpy as np
+
+    if target.change != "interleave":
+        return None
+    return np.arange(target.shape[0]).reshape(target.heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _changed(parts: list[torch.Tensor], change: Change, heads: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What openai-python makes of a server. A script: it may run under another interpreter, which has no lean.
+"""What openai-python (https://github.com/openai/openai-python) makes of a server. A script, see
+tests/server/test_clients.py.
 
     python openai_client.py URL KEY
 

@@ -1,0 +1,283 @@
+"""Which weights of a model stay in 4 or 8 bits, and the packed layers that take the places of its own.
+
+Three methods. stored: the tensors of a GGUF file as they are, int4 where the file has groups of 4-bit codes, else int8.
+int4 and int8: made from any weights at load. Embedding and head are int8 in all of them, and one tensor where they are
+tied. A weight whose error as int8 is above MOST_ERROR stays exact.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lean.config import EngineConfig
+from lean.errors import ConfigError
+from lean.model.shapes import decoder_of
+from lean.quant.packed import (
+    Int4Linear,
+    Int8Embedding,
+    Int8Linear,
+    int4_bytes,
+    int8_bytes,
+    pack_int4,
+    pack_int8,
+    row_parts,
+    rows_at_once,
+    why_not_int4,
+    why_not_int8,
+)
+from lean.quant.rounding import nearest_groups
+from lean.quant.trial import is_slow
+from lean.quant.weight_use import WeightUse
+from lean.quant.weights import let_go
+from lean.store.gguf.groups import GROUP, GROUPED, UNQUANTIZED, grouped_rows
+from lean.store.gguf.tensors import decoded_rows
+from lean.store.gguf.weights import GgufModel, Target, filled, row_order
+
+Kind = Literal["int4", "int8"]
+PACKED = ("stored", "int4", "int8")
+MOST_ERROR = 0.015  # relative Frobenius error of a weight as int8
+_LOSES = f"more than {MOST_ERROR:.1%} of error as int8"
+_SLOW = "slower than bf16 on this CPU"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight [outputs, inputs] to be packed.
+
+    Attributes:
+        path: of its module. head: path of a head that is tied to it.
+        target: what it is made from; None where the module has it already.
+    """
+
+    path: str
+    outputs: int
+    inputs: int
+    kind: Kind
+    head: str | None = None
+    target: Target | None = None
+
+    @property
+    def nbytes(self) -> int:
+        if self.kind == "int8":
+            return int8_bytes(self.outputs, self.inputs)
+        return int4_bytes(self.outputs, self.inputs, GROUP)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The weights of a model that will be packed.
+
+    Attributes:
+        method: of PACKED.
+        kept: number of matrices that stay exact, by reason.
+        nbytes: of all the model's weights afterwards, if none exceeds MOST_ERROR.
+    """
+
+    method: str
+    weights: tuple[Weight, ...]
+    kept: Mapping[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+
+    @property
+    def formats(self) -> dict[str, int]:
+        return dict(sorted(Counter(weight.kind for weight in self.weights).items()))
+
+    @property
+    def left_out(self) -> set[str]:
+        """Names of the module's tensors that come from the file when they are packed."""
+        return {weight.target.name for weight in self.weights if weight.target is not None}
+
+
+def choose_method(config: EngineConfig, dtype: torch.dtype, device: torch.device, is_gguf: bool) -> str | None:
+    """What `--quantization` means for a model: one of PACKED, a method of bitsandbytes, or None.
+
+    Raises:
+        ConfigError: int4 or int8 does not work in this dtype or on this device.
+    """
+    asked = config.quantization
+    works = dtype is torch.bfloat16 and device.type == "cpu"
+    if asked == "auto":
+        return "stored" if is_gguf and works else None
+    if asked in ("int4", "int8") and not works:
+        instead = "--dtype bfloat16" if device.type == "cpu" else "bnb-4bit"
+        raise ConfigError(
+            f"quantization {asked} computes in bfloat16 on a CPU, not in {str(dtype).removeprefix('torch.')} on "
+            f"{device.type}: use {instead}"
+        )
+    return None if asked == "none" else asked
+
+
+def may_pack(config: EngineConfig, device: torch.device) -> bool:
+    """Whether weights will be packed, if they are in bfloat16 or the model says nothing else."""
+    packs = config.quantization in ("auto", "int4", "int8") and config.dtype in ("auto", "bfloat16")
+    return packs and device.type == "cpu"
+
+
+def why_nothing_to_keep(name: str, dtype: torch.dtype, device: torch.device, is_gguf: bool) -> str:
+    """A line about ``auto`` on a model that it leaves unquantized."""
+    if is_gguf:
+        where = f"in {str(dtype).removeprefix('torch.')} on {device.type}"
+        return f"quantization auto has no effect {where}: packed weights need bfloat16 on a CPU"
+    return f"quantization auto has no effect: {name} was not read from a GGUF file; int4 and int8 quantize any weights"
+
+
+def plan_packing(
+    model: Any, method: str, gguf: GgufModel | None, dtype: torch.dtype, name: str, may_time: bool = True
+) -> Packing:
+    """What to pack in a model whose weights need no values.
+
+    Args:
+        may_time: leave out, of the method ``stored``, what is slower than exact weights on this CPU.
+
+    Raises:
+        ConfigError: int4 or int8 was asked for, and no weight of the model ``name`` can be packed.
+    """
+    targets = {target.name: target for target in gguf.targets} if gguf is not None else {}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    paths = {id(module): path for path, module in model.named_modules()}
+    inside = {id(module) for module in decoder_of(model).modules()}
+    weights, kept, seen = [], Counter[str](), set[int]()
+    for module in model.modules():
+        for key, weight in module.named_parameters(recurse=False):
+            if weight.dim() < 2 or id(weight) in seen:
+                continue
+            seen.add(id(weight))
+            owner = embedding if weight is embedding.weight else module
+            target = targets.get(f"{paths[id(owner)]}.{key}")
+            served = id(owner) in inside or owner is head
+            chosen = _choose(owner, embedding, weight, method, target) if served else "outside of the decoder"
+            kind: Kind | None = "int4" if chosen == "int4" else "int8" if chosen == "int8" else None
+            if kind is not None:
+                also = paths[id(head)] if tied and owner is embedding else None
+                weights.append(Weight(paths[id(owner)], weight.shape[0], weight.shape[1], kind, also, target))
+            else:
+                kept[chosen] += 1
+    if method == "stored" and may_time:
+        slow = {kind for kind in ("int4", "int8") if (found := _largest(weights, kind)) and is_slow(kind, *found)}
+        kept.update(_SLOW for weight in weights if weight.kind in slow)
+        weights = [weight for weight in weights if weight.kind not in slow]
+    rest = sum(p.numel() for p in model.parameters()) - sum(weight.outputs * weight.inputs for weight in weights)
+    nbytes = rest * dtype.itemsize + sum(weight.nbytes for weight in weights)
+    if not weights and method != "stored":
+        reasons = ", ".join(f"{count} are kept: {reason}" for reason, count in sorted(kept.items()))
+        raise ConfigError(f"quantization {method}: no weight of {name} can be packed ({reasons}): leave it out")
+    return Packing(method, tuple(weights), dict(sorted(kept.items())), nbytes)
+
+
+def _choose(module: Any, embedding: Any, weight: torch.Tensor, method: str, target: Target | None) -> str:
+    """The kind of a weight, or why it stays exact."""
+    if weight.dim() > 2:
+        return "experts in one tensor"
+    is_embedding = module is embedding
+    scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    if not (type(module) is nn.Linear or (is_embedding and (type(module) is nn.Embedding or scaled))):
+        return "no linear layer"
+    outputs, inputs = weight.shape
+    grouped = stored = False
+    if target is not None:
+        if len(target.origins) != 1 or target.change not in ("as_is", "interleave"):
+            return "stored in another shape"
+        [origin] = target.origins
+        grouped, stored = origin.type in GROUPED, origin.type in UNQUANTIZED
+        if stored and method == "stored":
+            return f"stored as {origin.type_name}"
+    four = method != "int8" and not is_embedding and (grouped or method == "int4")
+    if four and (grouped or not _is_head(module, weight, embedding)) and not why_not_int4(outputs, inputs, GROUP):
+        return "int4"
+    return why_not_int8(outputs, inputs) or "int8"
+
+
+def _is_head(module: Any, weight: torch.Tensor, embedding: Any) -> bool:
+    return weight.shape[0] == embedding.weight.shape[0]
+
+
+def _largest(weights: list[Weight], kind: Kind) -> tuple[int, int] | None:
+    """The shape of the largest weight of the layers of this kind."""
+    shapes = [(weight.outputs, weight.inputs) for weight in weights if weight.kind == kind]
+    return max(shapes, key=lambda shape: shape[0] * shape[1], default=None)
+
+
+def pack(module: Any, packing: Packing, fixed: bool) -> WeightUse:
+    """Replace the layers of a loaded model by packed ones, one by one.
+
+    ``fixed``: see `lean.quant.packed`.
+    """
+    kept, formats, num_weights = Counter(packing.kept), Counter[str](), 0
+    tensors: list[torch.Tensor] = []
+    for weight in packing.weights:
+        old = module.get_submodule(weight.path)
+        made = _made(weight, old, fixed)
+        if made is None:
+            kept[_LOSES] += 1
+            if weight.target is not None:
+                _set_weight(module, weight, nn.Parameter(filled(weight.target, old.weight.dtype), False))
+            continue
+        layer, held = made
+        module.set_submodule(weight.path, layer)
+        if weight.head is not None and (head := module.get_submodule(weight.head)).weight is old.weight:
+            module.set_submodule(weight.head, Int8Linear(*held, head.bias, fixed))
+        tensors += held
+        formats[weight.kind] += 1
+        num_weights += weight.outputs * weight.inputs
+        del old, made
+    exact = list(module.parameters())
+    let_go(exact)
+    names = sorted(formats)
+    return WeightUse(
+        name=" and ".join(names),
+        num_quantized=formats.total(),
+        num_linear=formats.total() + kept.total(),
+        num_weights=num_weights,
+        quantized_bytes=sum(tensor.nbytes for tensor in tensors),
+        exact_bytes=sum(weight.nbytes for weight in exact),
+        fused=True,
+        row_invariant=fixed,
+        formats=tuple(sorted(formats.items())),
+        kept=tuple(sorted(kept.items())),
+    )
+
+
+def _made(weight: Weight, old: Any, fixed: bool) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]] | None:
+    """(the layer with the packed weight, its codes and scales); None where int8 loses too much."""
+    bias, shape = getattr(old, "bias", None), (weight.outputs, weight.inputs)
+    if weight.kind == "int4":
+        held = pack_int4(_groups(weight, old), *shape, GROUP)
+        return Int4Linear(*held, weight.outputs, bias, fixed), held
+    codes, scales, error = pack_int8(_values(weight, old), *shape)
+    if error > MOST_ERROR:
+        return None
+    if not isinstance(old, nn.Embedding):
+        return Int8Linear(codes, scales, bias, fixed), (codes, scales)
+    factor = getattr(old, "embed_scale", None)
+    factor = factor.to(scales.dtype) if isinstance(factor, torch.Tensor) else factor
+    return Int8Embedding(codes, scales, factor), (codes, scales)
+
+
+def _values(weight: Weight, old: Any) -> Iterator[torch.Tensor]:
+    """Rows in float32, part by part."""
+    if weight.target is None:
+        return row_parts(old.weight)
+    target = weight.target
+    parts = decoded_rows(target.origins[0], rows_at_once(weight.inputs), row_order(target))
+    return (part.float() for part in parts)
+
+
+def _groups(weight: Weight, old: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Codes, scales and zeros of rows, part by part: as the file has them, or the nearest."""
+    target = weight.target
+    if target is not None and target.origins[0].type in GROUPED:
+        return grouped_rows(target.origins[0], rows_at_once(weight.inputs), row_order(target))
+    return (nearest_groups(values, GROUP) for values in _values(weight, old))
+
+
+def _set_weight(module: Any, weight: Weight, value: nn.Parameter) -> None:
+    for path in (weight.path, weight.head):
+        if path is not None:
+            module.get_submodule(path).weight = value
