@@ -86,7 +86,7 @@ class Engine:
         ids = read_token_ids(prompt_token_ids, self.model.vocab_size)
         params = self._resolve(params or SamplingParams(), len(ids))
         if params.prompt_logprobs is not None and max(ids, default=0) >= self.model.token_limit:
-            raise RequestError(f"token id {max(ids)} is padding of the vocabulary and has no log-probability")
+            raise RequestError(f"token id {max(ids)} is padding of the vocabulary and stands for no text")
         if params.n > self.config.max_num_seqs:
             raise RequestError(f"n {params.n} exceeds max-num-seqs {self.config.max_num_seqs}: raise --max-num-seqs")
         if keep_hidden and params.n > 1:
