@@ -20,7 +20,7 @@ log = logging.getLogger("lean")
 QUEUE_BYTES = 256 * 2**20  # most bytes of blocks that wait to be written
 SLICE_BYTES = 32 * 2**20  # a prefix is read and taken in by parts of about this size
 SLICES = 4  # most parts that have been read and wait to be taken in
-MOST_KNOWN = 200_000  # blocks of the folder that are remembered; of others the folder is asked
+MOST_KNOWN = 65_536  # blocks of the folder that are remembered; of others the folder is asked
 PAUSE_S = 60.0  # after a failed write, and before a disk that was slower than computing is tried again
 
 
