@@ -2,12 +2,16 @@
 
 import logging
 import os
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from desk import ask
 from disk_cache import files, read_tokens, said, written
-from engine_state import scheduler
+from engine_state import nothing_left, scheduler
 from tiny import tokens
 
 from lean.cache import disk_queues
@@ -241,3 +245,40 @@ def test_the_folder_keeps_its_size(begin):
         scheduler(one).disk.flush()
     written(one)
     assert 0 < sum(file.stat().st_size for file in files(one)) <= 60_000
+
+
+ENGINE = """
+import sys
+from disk_cache import engine, said
+from tiny import tokens
+llm = engine(sys.argv[1], sys.argv[2], "int8 with residual")
+print("started", flush=True)
+for seed in range(10**6):
+    said(llm, tokens(100, seed))
+"""
+
+
+@pytest.mark.slow
+def test_after_engines_were_killed_while_they_wrote_answers_are_those_of_a_cold_engine(begin, model_path, tmp_path):
+    """LEAN_KILLS=100 kills more."""
+    cold = [said(llm := begin(prefix_cache_dir=None), tokens(100, seed))[1] for seed in range(3)]
+    nothing_left(llm)
+    support = Path(__file__).parents[1] / "support"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-P", "-c", ENGINE, model_path("llama"), str(tmp_path / "cache")]
+    found = 0
+    for number in range(int(os.environ.get("LEAN_KILLS", "3"))):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+        assert process.stdout.readline() == b"started\n"
+        time.sleep(0.02 + 0.013 * (number % 30))
+        process.kill()
+        process.communicate()
+        llm = begin()
+        answers = [said(llm, tokens(100, seed)) for seed in range(3)]
+        assert [answer for _, answer in answers] == cold
+        assert llm.stats().disk.damaged == 0
+        found += sum(cached for cached, _ in answers)
+        if number % 2:  # the next process begins with an empty folder again
+            llm.reset_prefix_cache()
+        written(llm)
+    assert found
