@@ -81,8 +81,8 @@ class EngineConfig:
             (`lean.model.dtype`).
         quantization: of the weights. ``none``: all in ``dtype``; ``auto`` keeps a GGUF file's 4 or 8 bits, on a CPU in
             bfloat16, and leaves other weights as they are; ``int4`` and ``int8`` quantize any checkpoint at load, on a
-            CPU (`lean.model.packing`); ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8,
-            on a GPU): bitsandbytes quantizes the decoder's linear layers.
+            CPU (`lean.model.packing`); ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8, on a GPU): bitsandbytes quantizes the
+            decoder's linear layers.
         device: ``auto`` is the first GPU that torch has code for, else the CPU.
         threads: CPU threads of this process; None: torch's choice, at most the CPU quota (`lean.threads`).
         deterministic: compute linear layers and expert products in fixed row tiles, so that neither the chunk size nor

@@ -53,7 +53,7 @@ def int8_bytes(outputs: int, inputs: int) -> int:
 
 
 class _Packed(nn.Module):
-    """x [..., in] bfloat16 -> [..., out] bfloat16.
+    """x [..., in] -> [..., out] of the same dtype, computed in bfloat16.
 
     Args:
         fixed: compute any number of rows in the same way, so that a row's bits do not depend on their number.
@@ -66,11 +66,16 @@ class _Packed(nn.Module):
         self._takes_many = not fixed and takes_many()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.in_features).to(torch.bfloat16)  # some modules compute in float32
         out = self._product(rows.contiguous())
         if self.bias is not None:
             out = out + self.bias
-        return out.reshape(*x.shape[:-1], self.out_features)
+        return out.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    @property
+    def _unpacks(self) -> bool:
+        """Whether many rows may be multiplied by unpacked weights; not in compiled steps, which have few rows."""
+        return self._takes_many and not torch.compiler.is_compiling()
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -99,7 +104,7 @@ class Int4Linear(_Packed):
         self.group = self.in_features // scales.shape[0]
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._takes_many and (out := many_rows_int4(rows, self.codes, self.group, self.scales)) is not None:
+        if self._unpacks and (out := many_rows_int4(rows, self.codes, self.group, self.scales)) is not None:
             return out[:, : self.out_features]
         return _int4_product(rows, self.codes, self.group, self.scales)[:, : self.out_features]
 
@@ -116,7 +121,7 @@ class Int8Linear(_Packed):
         self.register_buffer("scales", scales)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._takes_many and (out := many_rows_int8(rows, self.codes, self.scales)) is not None:
+        if self._unpacks and (out := many_rows_int8(rows, self.codes, self.scales)) is not None:
             return out
         return _int8_product(rows, self.codes, self.scales)
 

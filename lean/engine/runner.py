@@ -194,7 +194,7 @@ class Runner:
         logits = self.logits(last) if drawing else last.new_zeros(0, self.model.vocab_size)
         scoring = [i for i, chunk in enumerate(chunks) if chunk.request.params.prompt_logprobs is not None]
         measured = {i: self._measure_prompt(chunks[i], rows[i]) for i in scoring}
-        tests = [finite_rows(logits[:, :num_tokens]), finite_rows(hidden)]
+        tests = [self._good_draws(logits, [chunks[index].request for index in drawing]), finite_rows(hidden)]
         tests += itertools.chain(*(own.finite for own in measured.values()))
         turns = [turn for row, index in enumerate(drawing) for turn in _turns(chunks[index].request, row)]
         with self.row_bits():
@@ -215,6 +215,18 @@ class Runner:
             [_prompt_logprobs(chunk, scored[i]) if finite[i] and i in scored else () for i, chunk in enumerate(chunks)],
             finite,
         )
+
+    def _good_draws(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+        """bool [rows]: whether tokens can be drawn from each row, and, where asked for, their log-probabilities told.
+
+        These are of the whole head: numbers that stand for no token count too.
+        """
+        good = finite_rows(logits[:, : self.model.token_limit])
+        told = [request.params.logprobs is not None for request in requests]
+        if any(told):
+            whole = logits.logsumexp(-1).isfinite()
+            good &= whole | ~torch.tensor(told, device=logits.device)
+        return good
 
     def _measure_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> Measured:
         """Log-probabilities of the prompt's tokens that the chunk's rows ``hidden`` predict.

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -82,12 +83,13 @@ class LoadedModel:
             )
         if deterministic and self.weights is not None and not self.weights.row_invariant:
             raise ConfigError(
-                f"--deterministic is not possible with the {self.weights.name} weights of the loaded model: remove it"
+                f"--deterministic is not possible with the {self.weights.name} weights of the loaded model: remove it, "
+                "or load the model with it"
             )
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return next(chain(self.module.parameters(), self.module.buffers())).device  # packed weights are buffers
 
     @cached_property
     def vocab_size(self) -> int:

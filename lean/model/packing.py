@@ -41,6 +41,8 @@ from lean.store.gguf.weights import GgufModel, Target, filled, row_order
 
 Kind = Literal["int4", "int8"]
 PACKED = ("stored", "int4", "int8")
+# Routers choose experts and are small: an error there is the wrong expert. Some models read their weight by themselves.
+ROUTERS = {"router", "gate", "wg", "classifier"}
 MOST_ERROR = 0.015  # relative Frobenius error of a weight as int8
 _LOSES = f"more than {MOST_ERROR:.1%} of error as int8"
 _SLOW = "slower than bf16 on this CPU"
@@ -152,7 +154,12 @@ def plan_packing(
             owner = embedding if weight is embedding.weight else module
             target = targets.get(f"{paths[id(owner)]}.{key}")
             served = id(owner) in inside or owner is head
-            chosen = _choose(owner, embedding, weight, method, target) if served else "outside of the decoder"
+            if not served:
+                chosen = "outside of the decoder"
+            elif ROUTERS & {*paths[id(owner)].split(".")}:
+                chosen = "router of experts"
+            else:
+                chosen = _choose(owner, embedding, weight, method, target)
             kind: Kind | None = "int4" if chosen == "int4" else "int8" if chosen == "int8" else None
             if kind is not None:
                 also = paths[id(head)] if tied and owner is embedding else None
@@ -238,7 +245,7 @@ def pack(module: Any, packing: Packing, fixed: bool) -> WeightUse:
         quantized_bytes=sum(tensor.nbytes for tensor in tensors),
         exact_bytes=sum(weight.nbytes for weight in exact),
         fused=True,
-        row_invariant=fixed,
+        row_invariant=fixed or not formats,
         formats=tuple(sorted(formats.items())),
         kept=tuple(sorted(kept.items())),
     )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lean")
 
+AT_ONCE = 64  # outputs whose frames are encoded before others have their turn
 PING_S = 10.0  # a stream never says nothing for longer
 
 
@@ -148,10 +149,14 @@ class Answer(Response):
         silence = Silence(PING_S, self._job.wake)
         try:
             while (parts := await self._job.parts()) or not self._job.ended:
-                data = b"".join([await self._frames_of(part, frames, begun) for part in parts]) if parts else WAITING
-                if data:
-                    silence.end()
-                    await self._write(send, data)
+                for start in range(0, len(parts) or 1, AT_ONCE):  # a slow reader may have many of them waiting
+                    some = parts[start : start + AT_ONCE]
+                    data = b"".join([await self._frames_of(part, frames, begun) for part in some]) if some else WAITING
+                    if data:
+                        silence.end()
+                        await self._write(send, data)
+                    if len(parts) > AT_ONCE:
+                        await asyncio.sleep(0)  # others have their turn
         finally:
             silence.stop()
         last = frames.usage(self._usage()) if prepared.include_usage else b""

@@ -135,7 +135,8 @@ def test_an_engine_that_cannot_go_on_ends_the_command_with_code_1(lean, folder, 
         for _ in range(MOST_FAILURES):
             with suppress(httpx.TransportError):
                 assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).status_code in (500, 503)
-        while service.phase.value != "draining":
+        end = time.monotonic() + 60
+        while service.phase.value != "draining" and time.monotonic() < end:
             time.sleep(0.01)
 
     client = Client(monkeypatch, work)

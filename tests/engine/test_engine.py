@@ -261,6 +261,28 @@ def test_logits_of_a_prompt_that_overflow_end_its_request_alone(engine, monkeypa
     assert [out.finish_reason for out in outputs if out.finish_reason] == ["length" if is_finite else "error"]
 
 
+def test_bad_padding_of_the_head_ends_only_requests_for_log_probabilities(engine, tiny, monkeypatch):
+    llm = engine(str(tiny("llama", vocab_size=264)), deterministic=True)
+    assert llm.model.token_limit < llm.model.vocab_size
+    good = llm.generate([PROMPT[:9]], ask(5))[0].token_ids
+
+    def bad_padding(logits):
+        def call(hidden):
+            found = logits(hidden)
+            found[:, -1] = torch.nan
+            return found
+
+        return call
+
+    wrap_part(monkeypatch, llm, "logits", bad_padding)
+    failed = llm.engine.add(PROMPT[:9], ask(5, logprobs=1), collects=True)
+    (other,) = llm.generate([PROMPT[:9]], ask(5))
+    outputs, _ = llm.engine.collect(failed)
+    llm.engine.forget(failed)
+    assert other.token_ids == good
+    assert [out.finish_reason for out in outputs] == ["error"]
+
+
 def test_values_beyond_448_are_not_clipped_by_fp8(engine, tiny):
     exact = engine(str(tiny("llama")), kv_dtype="fp32")
     projection, largest = exact.model.module.model.layers[0].self_attn.v_proj, []

@@ -17,6 +17,7 @@ from lean import LLM, EngineConfig, SamplingParams
 from lean.model import packing
 from lean.model.info import inspect_model
 from lean.model.load import load_model
+from lean.quant import packed
 from lean.quant.packed import Int4Linear, Int8Embedding, Int8Linear, rows_at_once
 from lean.report import model_report, start_up_line, weights_line, weights_report
 from lean.store.gguf.file import read_gguf
@@ -272,6 +273,35 @@ def test_layers_that_no_product_takes_stay_exact_and_are_counted(tmp_path):
     assert type(model.module.model.layers[0].mlp.down_proj) is nn.Linear
     narrow = tiny_checkpoint(tmp_path / "n", "llama", hidden_size=48, intermediate_size=100, head_dim=12, **NARROW)
     assert "no weight of n can be packed" in refusal(read, narrow, "int4")
+
+
+def test_routers_stay_exact_and_a_model_without_norm_weights_is_packed(tmp_path):
+    moe = read(tiny_checkpoint(tmp_path / "moe", "qwen3_moe"), "int8")
+    assert dict(moe.weights.kept)["router of experts"] == moe.info.config.num_hidden_layers
+    plain = LLM(str(tiny_checkpoint(tmp_path / "olmo", "olmo")), EngineConfig(quantization="int8", dtype="bfloat16"))
+    assert plain.generate([tokens(20)], SamplingParams(max_tokens=3))[0].finish_reason
+
+
+def test_a_layer_that_computes_in_float32_gets_float32_back():
+    layer = nn.Linear(64, 32, dtype=torch.bfloat16)
+    codes, scales, _ = packed.pack_int8([layer.weight.detach()], 32, 64)
+    made = Int8Linear(codes, scales, layer.bias, False)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    assert made(x).dtype is torch.float32
+    assert torch.equal(made(x).bfloat16(), made(x.bfloat16()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_packed_weights_can_be_compiled(tiny, quantization):
+    options = {"quantization": quantization, "dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 2}
+    folder = str(tiny("llama", **NARROW))
+    answers = [
+        LLM(folder, EngineConfig(**options, compile=compiled)).generate([tokens(20)], SamplingParams(max_tokens=8))
+        for compiled in (True, False)
+    ]
+    assert [out[0].finish_reason for out in answers] == ["length"] * 2
+    assert answers[0][0].token_ids[0] == answers[1][0].token_ids[0]  # of the prompt, which is not compiled
 
 
 def test_a_slow_product_is_not_used_unless_it_is_asked_for(tiny, tmp_path, monkeypatch):
