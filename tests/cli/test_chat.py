@@ -21,7 +21,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def model(tiny, tmp_path_factory):
     """A tiny model that speaks ChatML: its control tokens take the rows that belonged to no token."""
-    llm = LLM(str(tiny("llama", num_hidden_layers=2)), EngineConfig(deterministic=True))
+    llm = LLM(str(tiny("llama", num_hidden_layers=2, max_position_embeddings=2048)), EngineConfig(deterministic=True))
     tokenizer = llm.model.tokenizer
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")]}
@@ -161,7 +161,7 @@ def test_the_commands_of_the_terminal(terminal, tmp_path):
 
 
 def test_a_message_may_have_several_lines_and_an_error_does_not_end_the_chat(terminal, tmp_path):
-    _, err = terminal('"""first', 'second"""', "x" * 600, "/save a.json")
+    _, err = terminal('"""first', 'second"""', "x" * 2200, "/save a.json")
     saved = json.loads((tmp_path / "a.json").read_text())["messages"]
     assert [message["content"] for message in saved[::2]] == ["first\nsecond"]
     assert "max-model-len is 512" in err
