@@ -18,16 +18,20 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tiny, tmp_path_factory):
+def chatty(folder):
     """A tiny model that speaks ChatML: its control tokens take the rows that belonged to no token."""
-    llm = LLM(str(tiny("llama", num_hidden_layers=2, max_position_embeddings=2048)), EngineConfig(deterministic=True))
+    llm = LLM(str(folder), EngineConfig(deterministic=True))
     tokenizer = llm.model.tokenizer
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")]}
     )
     tokenizer.chat_template = TEMPLATE
     return llm.model
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return chatty(tiny("llama", num_hidden_layers=2))
 
 
 def engine(model, **config) -> LLM:
@@ -82,7 +86,8 @@ def test_an_answer_that_is_left_early_stays_in_the_conversation(model):
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "int8"])
-def test_in_a_chat_of_many_turns_each_computes_the_new_tokens_and_a_block_or_two(model, kv_dtype):
+def test_in_a_chat_of_many_turns_each_computes_the_new_tokens_and_a_block_or_two(tiny, kv_dtype):
+    model = chatty(tiny("llama", num_hidden_layers=2, max_position_embeddings=2048))
     chat = Conversation(engine(model, kv_dtype=kv_dtype, block_size=8, max_model_len=1500), ask(9))
     computed = 0
     for turn in range(20):
@@ -161,7 +166,7 @@ def test_the_commands_of_the_terminal(terminal, tmp_path):
 
 
 def test_a_message_may_have_several_lines_and_an_error_does_not_end_the_chat(terminal, tmp_path):
-    _, err = terminal('"""first', 'second"""', "x" * 2200, "/save a.json")
+    _, err = terminal('"""first', 'second"""', "x" * 600, "/save a.json")
     saved = json.loads((tmp_path / "a.json").read_text())["messages"]
     assert [message["content"] for message in saved[::2]] == ["first\nsecond"]
     assert "max-model-len is 512" in err
