@@ -16,7 +16,7 @@ from lean.quant.unpacked import many_rows_int4, many_rows_int8, takes_many
 GROUPS = (32, 64, 128, 256)  # inputs that share a scale and a zero, of the int4 product
 OUTPUTS = 16  # outputs of the int4 product come in multiples of it; lean pads them
 INT8_INPUTS = 32  # the int8 product reads behind the end of rows whose length is no multiple of it
-ROWS = 64  # outputs that every CPU's int4 layout keeps together: parts of so many are packed one by one
+ROWS = 64  # parts of a weight have a multiple of so many outputs: no CPU's int4 layout mixes two such parts
 BITS8 = 127
 
 _aten: Any = torch.ops.aten
@@ -192,7 +192,7 @@ def pack_int8(parts: Iterable[torch.Tensor], outputs: int, inputs: int) -> tuple
 
 
 def rows_at_once(inputs: int, elements: int = 1 << 20) -> int:
-    """Rows of a part: a multiple of ROWS, of about so many elements."""
+    """How many rows a part of a weight has: a multiple of ROWS, with about ``elements`` numbers in all."""
     return max(1, elements // (inputs * ROWS)) * ROWS
 
 

@@ -47,11 +47,10 @@ class DiskTier:
 
     def __init__(self, folder: EngineFolder, prefix: PrefixCache, cache: KVCache, manager: BlockManager) -> None:
         self.folder, self._prefix, self._cache, self._manager = folder, prefix, cache, manager
-        self._counts, self._said = DiskCounts(), Said()
-        said, self._closed = self._said, False
+        self._counts, self._said, self._closed = DiskCounts(), Said(), False
         self._block_bytes = cache.block_bytes
-        self._writer = Writer(folder, self._counts, said)
-        self._reader = Reader(folder, self._block_bytes, self._counts, said, self._writer.doubt)
+        self._writer = Writer(folder, self._counts, self._said)
+        self._reader = Reader(folder, self._block_bytes, self._counts, self._said, self._writer.doubt)
         self._readings: list[Reading] = []
         self._seconds_per_token: float | None = None
         self._end = weakref.finalize(self, _close, self._writer, self._reader)

@@ -16,6 +16,7 @@ from lean.errors import KernelError, one_line
 from lean.kernels.compiling import triton_version
 from lean.machine.cpus import find_cpus
 from lean.machine.memory import memory_bounds
+from lean.machine.processor import cpu_features, cpu_name
 from lean.machine.spin import SPIN, spin_settings
 from lean.store.home import NoHome, cache_dir
 from lean.threads import fit_threads
@@ -81,14 +82,7 @@ def packages() -> Iterator[Finding]:
 
 def _cpu_facts() -> str:
     """Model name and relevant instruction sets, as far as the system reports them."""
-    name, flags = platform.processor() or platform.machine(), ""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            facts = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line)
-        facts = {key.strip(): value.strip() for key, value in facts.items()}
-        name, flags = facts.get("model name", name), facts.get("flags", facts.get("Features", ""))
-    except OSError:
-        pass
+    name, flags = cpu_name(), cpu_features()
     found = [isa for isa in _ISAS if isa in flags.split()]
     cpus = find_cpus()
     limits = [f"{cpus.affinity} of them allowed by the affinity"] if cpus.affinity < cpus.online else []
