@@ -222,10 +222,9 @@ class Runner:
         These are of the whole head: numbers that stand for no token count too.
         """
         good = finite_rows(logits[:, : self.model.token_limit])
-        told = [request.params.logprobs is not None for request in requests]
-        if any(told):
-            whole = logits.logsumexp(-1).isfinite()
-            good &= whole | ~torch.tensor(told, device=logits.device)
+        untold = [request.params.logprobs is None for request in requests]
+        if not all(untold):
+            good &= logits.amax(-1).isfinite() | send(untold, torch.bool, logits.device)  # amax keeps a NaN
         return good
 
     def _measure_prompt(self, chunk: Chunk, hidden: torch.Tensor) -> Measured:
