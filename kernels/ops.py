@@ -110,6 +110,10 @@ class LayerPool:
         )  # fmt: skip
         object.__setattr__(self, "frame", frame)
 
+    def alone(self) -> "LayerPool":
+        """The same bytes as a pool that no other layer shares."""
+        return LayerPool(self.arena[:, self.offset : self.offset + self.layout.nbytes], self.layout, 0)
+
 
 def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Encode new K/V and write them into their slots of the pool.

@@ -75,7 +75,7 @@ class _Packed(nn.Module):
     @property
     def _unpacks(self) -> bool:
         """Whether many rows may be multiplied by unpacked weights; not in compiled steps, which have few rows."""
-        return self._takes_many and not torch.compiler.is_compiling()
+        return self._takes_many and not torch.compiler.is_dynamo_compiling()
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

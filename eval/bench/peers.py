@@ -39,6 +39,7 @@ class Lean:
 
     def __init__(self, model: LoadedModel, config: EngineConfig, rows: int = 1) -> None:
         self.llm = LLM(model, replace(config, prefix_cache=False, prefix_tail_memory=None))
+        self.llm.wait_until_compiled()
         self._rows = rows
         self._ids: list[int] = []
 

@@ -26,6 +26,10 @@ class LayerCache:
     own_window: int
     writes: bool = True
 
+    def alone(self) -> "LayerCache":
+        """The same bytes, as if there were no other layer."""
+        return replace(self, pool=self.pool.alone(), exact=None if self.exact is None else self.exact.alone())
+
 
 class KVCache:
     """Arenas ``[num_blocks + 1, block_bytes]`` of all pools; the bytes of a block for all layers are contiguous.
@@ -50,6 +54,10 @@ class KVCache:
         for index, shape in enumerate(shapes):
             if shape.kv_layer is not None:
                 self.layers[index] = replace(self.layers[shape.kv_layer], writes=False)
+
+    def find(self, index: int) -> tuple[int, LayerCache]:
+        """The place of an attention layer among the layers, and its cache."""
+        return index, self.layers[index]
 
     def make_copies(self, manager: BlockManager) -> None:
         """Copy the blocks within their pools, and the states, that the manager wants copied before the next write."""

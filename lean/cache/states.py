@@ -59,24 +59,61 @@ class StateSlots(NamedTuple):
         return cls(torch.tensor(slots, device=device), slots[0] if follows else None)
 
 
-class StateCache:
-    """One tensor [num_slots + 1, *shape] for each state; slot 0 belongs to the padding of steps.
+class LayerStates:
+    """One tensor [slots, *shape] for each state, by `StateKey`."""
 
-    The memory of sequences is not cleared: the states of a new one are written before they are read.
-    """
-
-    def __init__(self, shapes: Iterable[StateShape], num_slots: int, device: torch.device) -> None:
-        self._states = {
-            one.key: torch.empty(num_slots + 1, *one.shape, dtype=one.dtype, device=device) for one in shapes
-        }
-        for state in self._states.values():
-            state[0] = 0
+    def __init__(self, states: dict[StateKey, torch.Tensor]) -> None:
+        self._states = states
 
     def __getitem__(self, key: StateKey) -> torch.Tensor:
         return self._states[key]
 
     def __contains__(self, key: StateKey) -> bool:
         return key in self._states
+
+    def read(self, key: StateKey, slots: StateSlots) -> torch.Tensor:
+        """[sequences, *shape]: the states themselves where the slots follow each other, else copies."""
+        state = self[key]
+        if slots.first is not None:
+            return state.narrow(0, slots.first, slots.ids.shape[0])
+        return state.index_select(0, slots.ids)
+
+    def write(self, key: StateKey, slots: StateSlots, values: torch.Tensor) -> None:
+        """Write [sequences, *shape], converted to the state's dtype."""
+        state = self[key]
+        if slots.first is not None:
+            state.narrow(0, slots.first, slots.ids.shape[0]).copy_(values)
+        else:
+            state.index_copy_(0, slots.ids, values.to(state.dtype))
+
+
+class OneLayerStates(LayerStates):
+    """The states of one layer, whatever layer a key names."""
+
+    def __getitem__(self, key: StateKey) -> torch.Tensor:
+        return self._states[StateKey(0, key.kind, key.place)]
+
+    def __contains__(self, key: StateKey) -> bool:
+        return StateKey(0, key.kind, key.place) in self._states
+
+
+class StateCache(LayerStates):
+    """The states of all layers. Slot 0 belongs to the padding of steps.
+
+    The memory of sequences is not cleared: the states of a new one are written before they are read.
+    """
+
+    def __init__(self, shapes: Iterable[StateShape], num_slots: int, device: torch.device) -> None:
+        super().__init__(
+            {one.key: torch.empty(num_slots + 1, *one.shape, dtype=one.dtype, device=device) for one in shapes}
+        )
+        for state in self._states.values():
+            state[0] = 0
+
+    def of_layer(self, layer: int) -> OneLayerStates:
+        """The states of one layer; none where it keeps none."""
+        own = {key._replace(layer=0): state for key, state in self._states.items() if key.layer == layer}
+        return OneLayerStates(own)
 
     @property
     def nbytes(self) -> int:
@@ -104,18 +141,3 @@ class StateCache:
         for copy in copies:
             for state in self._states.values():
                 state[copy.target] = state[copy.source]
-
-    def read(self, key: StateKey, slots: StateSlots) -> torch.Tensor:
-        """[sequences, *shape]: the states themselves where the slots follow each other, else copies."""
-        state = self._states[key]
-        if slots.first is not None:
-            return state.narrow(0, slots.first, slots.ids.shape[0])
-        return state.index_select(0, slots.ids)
-
-    def write(self, key: StateKey, slots: StateSlots, values: torch.Tensor) -> None:
-        """Write [sequences, *shape], converted to the state's dtype."""
-        state = self._states[key]
-        if slots.first is not None:
-            state.narrow(0, slots.first, slots.ids.shape[0]).copy_(values)
-        else:
-            state.index_copy_(0, slots.ids, values.to(state.dtype))

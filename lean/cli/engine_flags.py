@@ -238,7 +238,11 @@ def _device_flags(
     ] = False,
     compile: Annotated[
         bool,
-        typer.Option("--compile", help="Compile the decode step with torch.compile: slow first start, faster tokens."),
+        typer.Option(
+            "--compile",
+            help="Compile decode steps with torch.compile for faster tokens. On a CPU the first steps run uncompiled "
+            "meanwhile.",
+        ),
     ] = False,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs: slower on a GPU, but needs less memory.")

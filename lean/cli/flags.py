@@ -132,8 +132,7 @@ def start(name: str, source: "ModelSource", options: "Options") -> "LLM":
     from lean.llm import LLM
     from lean.report import start_up_line
 
-    compiling = " and compiling its decode steps" if options.engine.compile else ""
-    with stderr.status(Text(f"loading {name}{compiling}")) as status:
+    with stderr.status(Text(f"loading {name}")) as status:
 
         def show(kernel: str, compiled: "Compiled") -> None:
             count = compiled.kernels.total()

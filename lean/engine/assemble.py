@@ -229,12 +229,15 @@ def prepare_decode(parts: Parts, graphs: Recordable | None) -> None:
     parts.notes += graphs.notes(config) if graphs is not None else []
     if not config.compile:
         return
+    kept = f"the compiled code is kept for the next run in {keep_compiled_code()}"
+    if device.type == "cpu":
+        length = parts.size.max_model_len
+        parts.compiling = parts.runner.compile_behind(config.max_num_seqs, length, "inductor")
+        parts.notes.append(f"decode steps are compiled while the first ones run uncompiled; {kept}")
+        return
     if not parts.cuda_graphs:
         seconds = _prepare(parts, config.max_num_seqs, None)
-    parts.notes.append(
-        f"compiling decode steps of up to {config.max_num_seqs} sequences took {seconds:.0f} s; "
-        f"the compiled code is kept for the next run in {keep_compiled_code()}"
-    )
+    parts.notes.append(f"compiling decode steps of up to {config.max_num_seqs} sequences took {seconds:.0f} s; {kept}")
 
 
 def _prepare(parts: Parts, max_num_seqs: int, record: CudaGraphs | None) -> float:

@@ -34,13 +34,13 @@ class _Buffer:
         self.tensor = self._host if on_host else torch.zeros(shape, dtype=dtype, device=device)
         self.values = self._host.numpy()
 
-    def send(self, rows: int) -> None:
-        """Copy the first ``rows`` to the device, in order with its work and without waiting for it.
+    def send(self) -> None:
+        """Copy the numbers to the device, in order with its work and without waiting for it.
 
         The host may write again at the next step, which begins after this step's logits have been read.
         """
         if self.tensor is not self._host:
-            self.tensor[:rows].copy_(self._host[:rows], non_blocking=True)
+            self.tensor.copy_(self._host, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DecodeInputs:
 
 
 class DecodeBatch:
-    """The inputs of decode steps: fixed tensors, filled in place.
+    """The inputs of decode steps of one number of rows: fixed tensors, filled in place.
 
     Rows behind the step's own are padding: slot -1, no query row (query_start_loc stays at its last value), seq_len 0.
     Kernels write nothing for padding and return zeros.
@@ -62,7 +62,7 @@ class DecodeBatch:
     def __init__(
         self,
         manager: BlockManager,
-        max_num_seqs: int,
+        rows: int,
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
@@ -73,7 +73,7 @@ class DecodeBatch:
         ``width``: blocks in a sequence's row of the block tables.
         """
         self._manager, self._device, self._rotary = manager, device, sink_rotary
-        self.max_num_seqs = max_num_seqs
+        self.rows = rows
         # A bounded pool's table is as wide as the others: columns are positions, and evicted ones name the null block.
         most = blocks_for(max_model_len, manager.block_size)
         self.width = min(most, blocks_for(FIRST_REACH, manager.block_size))
@@ -82,20 +82,20 @@ class DecodeBatch:
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> _Buffer:
             return _Buffer(shape, dtype, device)
 
-        self._ids, self._positions = buffer(max_num_seqs), buffer(max_num_seqs)
-        self._starts = buffer(max_num_seqs + 1, dtype=torch.int32)
-        self._lens = buffer(max_num_seqs, dtype=torch.int32)
-        self._slots = [buffer(max_num_seqs) for _ in manager.pools]
+        self._ids, self._positions = buffer(rows), buffer(rows)
+        self._starts = buffer(rows + 1, dtype=torch.int32)
+        self._lens = buffer(rows, dtype=torch.int32)
+        self._slots = [buffer(rows) for _ in manager.pools]
         self.has_states = manager.slots is not None
-        self._states = [buffer(max_num_seqs)] if self.has_states else []
+        self._states = [buffer(rows)] if self.has_states else []
         self._turn: list[_Buffer] = []
         if sink_rotary is not None:
             wide = torch.promote_types(dtype, torch.float32)
-            self._turn = [buffer(max_num_seqs, 1, sink_rotary.inv_freq.shape[0], dtype=wide) for _ in "cs"]
+            self._turn = [buffer(rows, 1, sink_rotary.inv_freq.shape[0], dtype=wide) for _ in "cs"]
         self._make_tables()
 
     def _make_tables(self) -> None:
-        shape = self.max_num_seqs, self.width
+        shape = self.rows, self.width
         self._tables = [_Buffer(shape, torch.int32, self._device) for _ in self._manager.pools]
 
     def reserve(self, num_tokens: int) -> bool:
@@ -108,43 +108,48 @@ class DecodeBatch:
         self._make_tables()
         return True
 
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether block tables are wide enough for ``num_tokens``."""
+        return blocks_for(num_tokens, self._manager.block_size) <= self.width
+
     def width_for(self, num_tokens: int, least: int) -> int:
         """Blocks of the narrowest tables for ``num_tokens``: ``least`` tokens, four times as many, and so on."""
         while least < num_tokens:
             least *= 4
         return min(self.width, blocks_for(least, self._manager.block_size))
 
-    def inputs(self, rows: int, width: int, varies: bool = False) -> DecodeInputs:
-        """The first ``rows`` rows of the fixed tensors, and of their block tables the first ``width`` columns.
+    def inputs(self, width: int, varies: bool = False) -> DecodeInputs:
+        """The fixed tensors, and of their block tables the first ``width`` columns.
 
         varies: the same compiled step takes tables of other widths, too.
         """
-        tables = tuple(table.tensor[:rows, :width] for table in self._tables)
+        rows = self.rows
+        tables = tuple(table.tensor[:, :width] for table in self._tables)
         if varies:
             for table in tables:
                 torch._dynamo.mark_dynamic(table, 1)
         turn = None
         if self._rotary is not None:
-            cos, sin = (part.tensor[:rows] for part in self._turn)
+            cos, sin = (part.tensor for part in self._turn)
             turn = SinkTurn(cos, sin, self._rotary.layers)
-        ids, positions = self._ids.tensor[:rows], self._positions.tensor[:rows]
+        ids, positions = self._ids.tensor, self._positions.tensor
         batch = AttentionBatch(
-            query_start_loc=self._starts.tensor[: rows + 1],
-            seq_lens=self._lens.tensor[:rows],
+            query_start_loc=self._starts.tensor,
+            seq_lens=self._lens.tensor,
             positions=positions,
-            slot_mapping=tuple(buffer.tensor[:rows] for buffer in self._slots),
+            slot_mapping=tuple(buffer.tensor for buffer in self._slots),
             block_tables=tables,
             sink_turn=turn,
-            states=tuple(StateGroup(slice(0, rows), rows, StateSlots(part.tensor[:rows])) for part in self._states),
+            states=tuple(StateGroup(slice(0, rows), rows, StateSlots(part.tensor)) for part in self._states),
         )
         return DecodeInputs(ids[None], positions[None], batch)
 
-    def fill(self, chunks: Sequence[Chunk], rows: int, shifts: Sequence[int]) -> None:
-        """Write a step's chunks of one token each, and padding behind them up to ``rows``.
+    def fill(self, chunks: Sequence[Chunk], shifts: Sequence[int]) -> None:
+        """Write a step's chunks of one token each, and padding behind them.
 
         ``shifts``: by how many positions each query is turned back for the sinks; unused without ``sink_rotary``.
         """
-        count = len(chunks)
+        count, rows = len(chunks), self.rows
         own, rest = slice(count), slice(count, rows)
         self._ids.values[own] = [chunk.request.tokens(chunk.start, chunk.end)[0] for chunk in chunks]
         self._positions.values[own] = [chunk.start for chunk in chunks]
@@ -169,6 +174,7 @@ class DecodeBatch:
             for part, values, still in zip(self._turn, (turn.cos, turn.sin), (1, 0)):
                 part.values[own] = values.numpy()
                 part.values[rest] = still
-        self._starts.send(rows + 1)
-        for part in (self._ids, self._positions, self._lens, *self._slots, *self._tables, *self._turn, *self._states):
-            part.send(rows)
+        for part in (self._ids, self._positions, self._lens, self._starts, *self._slots, *self._tables):
+            part.send()
+        for part in (*self._turn, *self._states):
+            part.send()

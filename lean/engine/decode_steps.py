@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 import time
-import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
+from lean.engine.behind import Behind
 from lean.engine.cuda_graphs import Recorder, Step, WaitsForDevice
 from lean.engine.decode_batch import DecodeBatch
+from lean.engine.layer_programs import LayerPrograms, StepPrograms
 from lean.errors import KernelError, ModelError, is_out_of_memory, one_line
 from lean.machine.cpus import find_cpus
 from lean.model.attention import AttentionBatch
@@ -47,31 +50,48 @@ class DecodeSteps:
         self,
         name: str,
         decoder: Decoder,
-        batch: DecodeBatch,
+        batches: Sequence[DecodeBatch],
         *,
-        backend: str | Callable | None = None,
+        compiled: Callable[[], LayerPrograms] | None = None,
         record: Recorder | None = None,
     ) -> None:
         """
         Args:
             name: the model's, for messages.
             decoder: input_ids, position_ids [1, rows] and their batch -> hidden states [rows, hidden_size].
-            backend: torch.compile's, e.g. ``inductor``; None compiles nothing.
+            batches: the inputs of each bucket, in ascending order of their rows.
+            compiled: makes the programs of the layers for one more number of rows; None compiles nothing.
             record: returns a step that runs again without Python; None calls the decoder each time.
         """
-        self._name, self._decoder, self._batch = name, decoder, batch
-        self._backend, self._record = backend, record
-        self._buckets = buckets(batch.max_num_seqs)
-        self._decoders: dict[int, Decoder] = {}
+        self._name, self._decoder = name, decoder
+        self._batches = {batch.rows: batch for batch in batches}
+        self._compiled, self._record = compiled, record
+        self._programs: dict[int, LayerPrograms] = {}
+        self._behind: Behind | None = None
+        self._ready: set[int] = set()  # buckets that were compiled behind
         self._steps: dict[tuple[int, int], Step] = {}  # by rows and width of the block tables
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether a step is a decode step that fits: one token of each sequence.
+        """Whether a step is a decode step that fits: one token of each sequence, in a bucket that is ready.
 
         Layers with states compute the first token of a sequence in another way.
         """
-        first = 1 if self._batch.has_states else 0
-        return len(chunks) <= self._buckets[-1] and all(first <= chunk.start == chunk.end - 1 for chunk in chunks)
+        batch = self._batch_for(chunks)
+        if batch is None or not self._is_ready(batch, chunks):
+            return False
+        first = 1 if batch.has_states else 0
+        return all(first <= chunk.start == chunk.end - 1 for chunk in chunks)
+
+    def _batch_for(self, chunks: Sequence[Chunk]) -> DecodeBatch | None:
+        """The smallest one that has room."""
+        return next((batch for rows, batch in self._batches.items() if rows >= len(chunks)), None)
+
+    def _is_ready(self, batch: DecodeBatch, chunks: Sequence[Chunk]) -> bool:
+        """While others are compiled no tables grow."""
+        if self._behind is None:
+            return True
+        reach = max(chunk.end for chunk in chunks)
+        return batch.rows in self._ready and (batch.has_room(reach) or not self._behind.runs)
 
     def warm_up(self) -> float:
         """Compile or record every bucket with padding rows only. Returns the seconds it took. Raises ModelError.
@@ -80,42 +100,57 @@ class DecodeSteps:
         a sequence first needs them.
         """
         started = time.perf_counter()
-        widths = [self._batch.width, *(self._width_for(1) for _ in self._buckets)]
-        for rows, width in zip((self._buckets[-1], *reversed(self._buckets)), widths):
-            self._step(rows, width)()
+        largest, *others = reversed(self._batches.values())
+        self._step(largest, largest.width)()
+        for batch in (largest, *others):
+            self._step(batch, self._width_for(batch, 1))()
         return time.perf_counter() - started
+
+    def warm_up_behind(self) -> Behind:
+        """Compile the buckets in a thread, the smallest first. Steps use each one once it is ready."""
+
+        def job(batch: DecodeBatch) -> None:
+            with torch.inference_mode():
+                self._step(batch, batch.width)()
+            self._ready.add(batch.rows)
+
+        self._behind = Behind("compiling decode steps", [partial(job, batch) for batch in self._batches.values()])
+        return self._behind
 
     def run(self, chunks: Sequence[Chunk], shifts: Sequence[int]) -> torch.Tensor:
         """Hidden states [len(chunks), hidden_size]; see `DecodeBatch.fill`."""
         reach = max(chunk.end for chunk in chunks)
-        if self._batch.reserve(reach):
+        batch = self._batch_for(chunks)
+        assert batch is not None
+        if batch.reserve(reach):
+            for other in self._batches.values():
+                other.reserve(reach)
             self._steps.clear()
             if self._record is not None:
                 self._record.forget()
-        rows = next(rows for rows in self._buckets if rows >= len(chunks))
-        step = self._step(rows, self._width_for(reach))
-        self._batch.fill(chunks, rows, shifts)
+        step = self._step(batch, self._width_for(batch, reach))
+        batch.fill(chunks, shifts)
         # The next step overwrites a recorded one's output.
         return step()[: len(chunks)].clone()
 
-    def _width_for(self, reach: int) -> int:
+    def _width_for(self, batch: DecodeBatch, reach: int) -> int:
         """Blocks in the tables of a step whose longest sequence has ``reach`` tokens."""
-        if self._record is None:
-            return self._batch.width
-        return self._batch.width_for(reach, SHORTEST_REACH)
+        return batch.width if self._record is None else batch.width_for(reach, SHORTEST_REACH)
 
-    def _step(self, rows: int, width: int) -> Step:
+    def _step(self, batch: DecodeBatch, width: int) -> Step:
         """The step of a bucket. A new one runs on padding while it is made, several times: states must not advance."""
+        rows = batch.rows
         if (rows, width) not in self._steps:
-            self._batch.fill([], rows, [])
-            varies = self._batch.grows or self._width_for(1) < self._batch.width
-            inputs, decoder = self._batch.inputs(rows, width, varies), self._decoder_for(rows)
+            batch.fill([], [])
+            varies = batch.grows or self._width_for(batch, 1) < batch.width
+            inputs = batch.inputs(width, varies)
+            own = replace(inputs.batch, layer_runner=self._runner_for(rows))
 
             def step() -> torch.Tensor:
-                return decoder(inputs.input_ids, inputs.position_ids, inputs.batch)
+                return self._decoder(inputs.input_ids, inputs.position_ids, own)
 
             try:
-                if self._backend is not None:
+                if self._compiled is not None:
                     step()
                 self._steps[rows, width] = step if self._record is None else self._record(step)
             except (KernelError, WaitsForDevice):
@@ -127,36 +162,20 @@ class DecodeSteps:
         return self._steps[rows, width]
 
     def _why(self, error: Exception) -> str:
+        error = getattr(error, "inner_exception", error)  # of a back end of torch.compile
         reason = one_line((str(getattr(error, "msg", error)).strip() or type(error).__name__).splitlines()[0])
-        if self._backend is not None:
-            return f"its decode step cannot be compiled as one graph ({reason}): leave --compile out"
+        if self._compiled is not None:
+            return f"its decode step cannot be compiled layer by layer ({reason}): leave --compile out"
         return f"its decode step cannot be recorded as a CUDA graph ({reason}): use --enforce-eager"
 
-    def _decoder_for(self, rows: int) -> Decoder:
-        if self._backend is None:
-            return self._decoder
-        if rows not in self._decoders:
+    def _runner_for(self, rows: int) -> StepPrograms | None:
+        if self._compiled is None:
+            return None
+        if rows not in self._programs:
             keep_compiled_code()
             fit_compilers()
-            self._decoders[rows] = torch.compile(
-                _own_copy(self._decoder),
-                fullgraph=True,
-                dynamic=False,
-                backend=self._backend,
-                options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
-            )
-        return self._decoders[rows]
-
-
-def _own_copy(function: Any) -> Any:
-    """A copy of the function with its own code object.
-
-    torch.compile keeps a few results per code object and selects among them by guards, which take 3% of a step. A copy
-    per bucket has a single result, and nothing that the result depends on changes: modules, shapes and tensors stay the
-    same. (Products call torch, which reads oneDNN's switch when they run.)
-    """
-    code, names = function.__code__.replace(), function.__globals__
-    return types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+            self._programs[rows] = self._compiled()
+        return StepPrograms(self._programs[rows])
 
 
 def keep_compiled_code() -> str:

@@ -1,9 +1,10 @@
 """Runs one step: packs the scheduled chunks, calls the model, and computes logits from hidden states."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -12,11 +13,13 @@ import torch
 from lean.cache.block_manager import BlockManager
 from lean.cache.kv_cache import KVCache
 from lean.cache.tables import block_table, slots
+from lean.engine.behind import Behind
 from lean.engine.cuda_graphs import Recorder
 from lean.engine.decode_batch import DecodeBatch
-from lean.engine.decode_steps import DecodeSteps
+from lean.engine.decode_steps import DecodeSteps, buckets
 from lean.engine.deterministic import RowTiledProducts
 from lean.engine.host import send
+from lean.engine.layer_programs import Backend, LayerPrograms
 from lean.engine.logprobs import TokenLogprob, measure, token_logprobs
 from lean.engine.onednn import favours_single_row, onednn_as_it_is, single_row_products
 from lean.engine.request import Request
@@ -110,12 +113,25 @@ class Runner:
         self,
         max_num_seqs: int,
         max_model_len: int,
-        backend: str | Callable | None,
+        backend: Backend | None,
         record: Recorder | None,
     ) -> float:
         """From now on run decode steps of up to ``max_num_seqs`` sequences compiled by torch.compile's ``backend``,
         recorded, or both. Returns the seconds that this took. Raises ModelError where the model allows neither."""
-        model, cache = self.model, self.cache
+        steps = self._decode_steps(max_num_seqs, max_model_len, backend, record)
+        seconds = steps.warm_up()
+        self.decode_steps = steps
+        return seconds
+
+    def compile_behind(self, max_num_seqs: int, max_model_len: int, backend: Backend) -> Behind:
+        """Compile decode steps in a thread. Until they are ready, the others go on as before."""
+        self.decode_steps = self._decode_steps(max_num_seqs, max_model_len, backend, None)
+        return self.decode_steps.warm_up_behind()
+
+    def _decode_steps(
+        self, max_num_seqs: int, max_model_len: int, backend: Backend | None, record: Recorder | None
+    ) -> DecodeSteps:
+        model, cache, info = self.model, self.cache, self.model.info
 
         def decoder(input_ids: torch.Tensor, position_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
             return model.hidden(input_ids, position_ids, attention_batch=batch, kv_cache=cache)
@@ -124,14 +140,17 @@ class Runner:
             with RowTiledProducts():
                 return decoder(*inputs)
 
-        info = model.info
-        batch = DecodeBatch(self._manager, max_num_seqs, max_model_len, model.device, info.dtype, self.sink_rotary)
-        steps = DecodeSteps(
-            info.source.name, tiled if self._deterministic else decoder, batch, backend=backend, record=record
+        batches = [
+            DecodeBatch(self._manager, rows, max_model_len, model.device, info.dtype, self.sink_rotary)
+            for rows in buckets(max_num_seqs)
+        ]
+        return DecodeSteps(
+            info.source.name,
+            tiled if self._deterministic else decoder,
+            batches,
+            compiled=None if backend is None else partial(LayerPrograms, backend, cache),
+            record=record,
         )
-        seconds = steps.warm_up()
-        self.decode_steps = steps
-        return seconds
 
     def _shifts(self, positions: list[int]) -> list[int]:
         """By how many positions each query is turned back for the sinks; empty without sinks beyond a window."""

@@ -38,6 +38,7 @@ class AttentionBatch:
         states: the rows as layers with states compute them; empty for a model without.
         prompts: sequences with many new tokens, for which latent attention may expand the vectors in the cache; empty
             where an engine does not (`lean.model.expansion.may_expand`).
+        layer_runner: computes the layers (`lean.model.layer_calls.LayerRunner`); None: they compute themselves.
     """
 
     query_start_loc: torch.Tensor
@@ -49,6 +50,7 @@ class AttentionBatch:
     observer: "Observer | None" = None
     states: tuple[StateGroup, ...] = ()
     prompts: tuple[PromptRows, ...] = ()
+    layer_runner: Any = None
 
     def without(self, prompts: Sequence[PromptRows]) -> tuple["AttentionBatch", torch.Tensor]:
         """The same sequences, but these have no rows; and the rows that are left, int64 [rows]. For reading only."""
@@ -202,8 +204,7 @@ def lean_attention(
     Raises:
         ModelError: the model passes something that would be dropped.
     """
-    index: int = module.layer_idx  # type: ignore[assignment]
-    layer = kv_cache.layers[index]
+    index, layer = kv_cache.find(module.layer_idx)  # type: ignore[arg-type]
     unknown = unsupported_arguments(kwargs, attention_mask, dropout)
     if unknown:
         raise ModelError(f"the model's attention uses {', '.join(unknown)}, which lean does not support")

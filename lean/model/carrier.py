@@ -20,7 +20,7 @@ class Carrier(DynamicCache):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
-        self._arguments = arguments
+        self.arguments = arguments
 
     def update(
         self,
@@ -34,7 +34,7 @@ class Carrier(DynamicCache):
         """K/V as they are. Raises ModelError where the module does not give its keyword arguments."""
         if kwargs is None:
             raise ModelError("its layers do not hand keyword arguments on to the attention function")
-        kwargs.update(self._arguments)
+        kwargs.update(self.arguments)
         return key_states, value_states
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:

@@ -16,6 +16,7 @@ from lean.model import attention, experts, latent
 from lean.model.carrier import Carrier, as_cache
 from lean.model.generation import generation_defaults
 from lean.model.info import ModelInfo
+from lean.model.layer_calls import hand_over
 from lean.model.mixers import PackedStates, hand_over_by_group
 from lean.model.packages import require_for_weights
 from lean.model.packing import pack
@@ -65,6 +66,11 @@ class LoadedModel:
         for name in self.info.mixers:
             hand_over_by_group(self.module.get_submodule(name))
         self._decoder = decoder_of(self.module)
+        parts = [
+            [self.module.get_submodule(name) for name in names]
+            for names in (self.info.attention_modules, self.info.mixers)
+        ]
+        hand_over(self._decoder, *parts)
         self._run_decoder: Callable = self._decoder.forward
         self._decoder.forward = self._decoder_or_given
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lean.cache.states import StateCache, StateKey, StateSlots
+from lean.cache.states import LayerStates, StateKey, StateSlots
 from lean.errors import ModelError
 from lean.model.carrier import Carrier
 
@@ -82,7 +82,7 @@ def with_new(state: torch.Tensor | None, new: torch.Tensor, width: int) -> tuple
 class PackedStates(Carrier):
     """The cache that a decoder with such layers is given for one step."""
 
-    def __init__(self, arguments: dict[str, Any], states: StateCache, groups: Sequence[StateGroup]) -> None:
+    def __init__(self, arguments: dict[str, Any], states: LayerStates, groups: Sequence[StateGroup]) -> None:
         super().__init__(arguments)
         self._states, self._groups = states, groups
 
@@ -110,7 +110,7 @@ class PackedStates(Carrier):
 class _GroupStates:
     """The cache that one layer is given for one group. It has what such layers of transformers call."""
 
-    def __init__(self, states: StateCache, group: StateGroup) -> None:
+    def __init__(self, states: LayerStates, group: StateGroup) -> None:
         self._states, self._group = states, group
         self._copies: dict[StateKey, torch.Tensor] = {}  # of states that are no slice: layers may change them in place
         self._written: set[StateKey] = set()

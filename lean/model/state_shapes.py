@@ -119,7 +119,7 @@ class _FirstPass(Carrier):
     def update(self, *args: Any, kwargs: dict[str, Any] | None = None, **others: Any) -> Any:
         """K/V as they are. A module that does not give its keyword arguments may have them from its layer."""
         if kwargs is not None:
-            kwargs.update(self._arguments)
+            kwargs.update(self.arguments)
         return args[:2]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:

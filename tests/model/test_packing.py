@@ -296,10 +296,11 @@ def test_a_layer_that_computes_in_float32_gets_float32_back():
 def test_packed_weights_can_be_compiled(tiny, quantization):
     options = {"quantization": quantization, "dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 2}
     folder = str(tiny("llama", **NARROW))
-    answers = [
-        LLM(folder, EngineConfig(**options, compile=compiled)).generate([tokens(20)], SamplingParams(max_tokens=8))
-        for compiled in (True, False)
-    ]
+    answers = []
+    for compiled in (True, False):
+        llm = LLM(folder, EngineConfig(**options, compile=compiled))
+        llm.wait_until_compiled()
+        answers.append(llm.generate([tokens(20)], SamplingParams(max_tokens=8)))
     assert [out[0].finish_reason for out in answers] == ["length"] * 2
     assert answers[0][0].token_ids[0] == answers[1][0].token_ids[0]  # of the prompt, which is not compiled
 

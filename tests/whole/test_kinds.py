@@ -236,6 +236,31 @@ def test_recorded_decode_steps_of_a_hybrid_equal_eager_ones(loaded, name, monkey
     assert answers(True) == answers(False)
 
 
+COMPILED = ("gemma3n_text", "deepseek_v3", "qwen3_5_text", "falcon_h1")  # the others are slow tests
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in (*KINDS, *HYBRIDS)],
+)
+def test_compiled_layers_of_all_kinds_equal_eager_ones(loaded, name, home):
+    """Layers that are alike share a program: each must get its own weights, cache and states."""
+    prompts = [tokens(count, count) for count in (30, 1, 9, 40)]
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=0)
+
+    def answers(compiled: bool) -> tuple[list[list[int]], torch.Tensor]:
+        llm = LLM(loaded(name), EngineConfig(kv_dtype="fp32", max_model_len=96, max_num_seqs=2))
+        if compiled:
+            runner(llm).prepare_decode(2, 96, "eager", None)
+        outputs = llm.generate(prompts, params)
+        values = torch.tensor([entry.logprob for output in outputs for entry in output.logprobs])
+        return [output.token_ids for output in outputs], values
+
+    (ids, found), (want_ids, want) = answers(True), answers(False)
+    assert ids == want_ids
+    assert (found - want).abs().max() < 2e-4
+
+
 @pytest.mark.parametrize("name", HYBRIDS[:2])
 def test_a_hybrid_begins_anew_after_a_failed_step(loaded, name, monkeypatch):
     prompts = [tokens(40), tokens(9, 1)]

@@ -141,6 +141,7 @@ RESIDENT = """
         # Many CPUs have no products in bfloat16: a prompt then takes five times as long.
         usual = {"dtype": "float32", "max_num_seqs": 1, "max_model_len": LENGTH, "threads": 2}
         llm = LLM(str(pull("smollm2-135m")), EngineConfig(**usual | options))
+        llm.wait_until_compiled()
         ids = llm.model.tokenizer(python_docs()[:30000])["input_ids"][:LENGTH]
         ctypes.CDLL(None).malloc_trim(0)  # what the load has left over would hide as much of what comes
         resident.restart_peak()
