@@ -87,8 +87,8 @@ class EngineConfig:
         threads: CPU threads of this process; None: torch's choice, at most the CPU quota (`lean.threads`).
         deterministic: compute linear layers and expert products in fixed row tiles, so that neither the chunk size nor
             other sequences in the batch change a bit.
-        compile: torch.compile the decoder's layers for decode steps. On a CPU this happens in a thread, and steps run
-            uncompiled meanwhile; see `LLM.wait_until_compiled`.
+        compile: torch.compile the decoder's layers for decode steps. On Linux CPUs another process does it, and
+            steps run uncompiled meanwhile; see `LLM.wait_until_compiled`.
         enforce_eager: use no CUDA graphs on a GPU.
         trust_remote_code: let transformers run code from the model's folder.
     """

@@ -53,7 +53,6 @@ class LLM:
         self.config, self.model, self.plan, self.size = parts.config, parts.model, parts.plan, parts.size
         self.cache, self.notes, self.kernel_name = parts.cache, parts.notes, parts.kernel_name
         self.cuda_graphs, self.graph_bytes = parts.cuda_graphs, parts.graph_bytes
-        self._compiling = parts.compiling
         self.load_s = time.perf_counter() - started
 
     # --- text and tokens ---
@@ -188,19 +187,19 @@ class LLM:
     def close(self) -> None:
         """Finish writing to the prefix cache on disk, for at most 30 seconds, and stop using it.
 
-        Happens by itself where the process ends. What is being compiled is compiled to its end, and nothing else.
+        Happens by itself where the process ends. What is not compiled yet is not compiled any more.
         """
-        if self._compiling is not None:
-            self._compiling.stop()
+        if (steps := self.engine.runner.decode_steps) is not None:
+            steps.stop_compiling()
         self.engine.scheduler.close()
 
     def wait_until_compiled(self) -> None:
         """With ``compile`` on a CPU: return when all decode steps are compiled. Raises ModelError where they cannot be.
 
-        Until then some steps run uncompiled.
+        Until then some steps run uncompiled. Call it from the thread that runs the engine.
         """
-        if self._compiling is not None:
-            self._compiling.wait()
+        if (steps := self.engine.runner.decode_steps) is not None:
+            steps.finish_compiling()
 
     @property
     def has_work(self) -> bool:

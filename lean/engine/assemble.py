@@ -11,6 +11,7 @@ from lean.cache.plan import CachePlan, plan_cache
 from lean.cache.size import CacheSize, DoesNotFit, size_cache
 from lean.config import LATENT_PREFILL_CHUNK, EngineConfig
 from lean.device import cache_share, choose_device, driver_free_bytes, free_bytes, passed_over
+from lean.engine.compiling import can_fork
 from lean.engine.cuda_graphs import CudaGraphs, WaitsForDevice
 from lean.engine.decode_steps import keep_compiled_code
 from lean.engine.fingerprint import engine_folder, open_folder
@@ -230,9 +231,8 @@ def prepare_decode(parts: Parts, graphs: Recordable | None) -> None:
     if not config.compile:
         return
     kept = f"the compiled code is kept for the next run in {keep_compiled_code()}"
-    if device.type == "cpu":
-        length = parts.size.max_model_len
-        parts.compiling = parts.runner.compile_behind(config.max_num_seqs, length, "inductor")
+    if device.type == "cpu" and can_fork():
+        parts.runner.compile_beside(config.max_num_seqs, parts.size.max_model_len, "inductor")
         parts.notes.append(f"decode steps are compiled while the first ones run uncompiled; {kept}")
         return
     if not parts.cuda_graphs:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lean.engine.behind import Behind
+from lean.engine.compiling import Compiling
 from lean.engine.cuda_graphs import Recorder, Step, WaitsForDevice
 from lean.engine.decode_batch import DecodeBatch
 from lean.engine.layer_programs import LayerPrograms, StepPrograms
@@ -52,7 +52,7 @@ class DecodeSteps:
         decoder: Decoder,
         batches: Sequence[DecodeBatch],
         *,
-        compiled: Callable[[], LayerPrograms] | None = None,
+        compiled: Callable[[bool], LayerPrograms] | None = None,
         record: Recorder | None = None,
     ) -> None:
         """
@@ -60,15 +60,16 @@ class DecodeSteps:
             name: the model's, for messages.
             decoder: input_ids, position_ids [1, rows] and their batch -> hidden states [rows, hidden_size].
             batches: the inputs of each bucket, in ascending order of their rows.
-            compiled: makes the programs of the layers for one more number of rows; None compiles nothing.
+            compiled: makes the programs of the layers for one more number of rows, which may run or not; None compiles
+                nothing.
             record: returns a step that runs again without Python; None calls the decoder each time.
         """
         self._name, self._decoder = name, decoder
         self._batches = {batch.rows: batch for batch in batches}
         self._compiled, self._record = compiled, record
+        self._forked = False
         self._programs: dict[int, LayerPrograms] = {}
-        self._behind: Behind | None = None
-        self._ready: set[int] = set()  # buckets that were compiled behind
+        self._compiling: Compiling | None = None  # where steps are compiled beside the engine
         self._steps: dict[tuple[int, int], Step] = {}  # by rows and width of the block tables
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
@@ -87,11 +88,30 @@ class DecodeSteps:
         return next((batch for rows, batch in self._batches.items() if rows >= len(chunks)), None)
 
     def _is_ready(self, batch: DecodeBatch, chunks: Sequence[Chunk]) -> bool:
-        """While others are compiled no tables grow."""
-        if self._behind is None:
+        """Whether the step of a bucket can run now. Loading what another process has compiled takes about a second.
+
+        While other buckets are compiled no tables grow.
+        """
+        compiling = self._compiling
+        if compiling is None:
             return True
-        reach = max(chunk.end for chunk in chunks)
-        return batch.rows in self._ready and (batch.has_room(reach) or not self._behind.runs)
+        compiling.look()
+        if batch.rows not in compiling.done:
+            return False
+        if (batch.rows, batch.width) not in self._steps:
+            return self._load(compiling, batch)
+        return batch.has_room(max(chunk.end for chunk in chunks)) or not compiling.runs
+
+    @torch.inference_mode()
+    def _load(self, compiling: Compiling, batch: DecodeBatch) -> bool:
+        """Make the step of a bucket that has been compiled. If that fails, it stays uncompiled."""
+        try:
+            self._step(batch, batch.width)()
+        except ModelError as error:
+            compiling.done.discard(batch.rows)
+            compiling.fail(str(error))
+            return False
+        return True
 
     def warm_up(self) -> float:
         """Compile or record every bucket with padding rows only. Returns the seconds it took. Raises ModelError.
@@ -106,16 +126,33 @@ class DecodeSteps:
             self._step(batch, self._width_for(batch, 1))()
         return time.perf_counter() - started
 
-    def warm_up_behind(self) -> Behind:
-        """Compile the buckets in a thread, the smallest first. Steps use each one once it is ready."""
+    def compile_beside(self) -> None:
+        """Compile the buckets in another process, the smallest first. Steps use each one once it is ready."""
 
         def job(batch: DecodeBatch) -> None:
+            self._forked = True
             with torch.inference_mode():
-                self._step(batch, batch.width)()
-            self._ready.add(batch.rows)
+                self._step(batch, batch.width)
 
-        self._behind = Behind("compiling decode steps", [partial(job, batch) for batch in self._batches.values()])
-        return self._behind
+        keep_compiled_code()
+        fit_compilers()
+        self._compiling = Compiling({rows: partial(job, batch) for rows, batch in self._batches.items()})
+
+    def finish_compiling(self) -> None:
+        """Wait for the other process, and load what it has compiled. Raises ModelError where it has failed."""
+        if self._compiling is None:
+            return
+        self._compiling.look(wait=True)
+        for rows, batch in self._batches.items():
+            if rows in self._compiling.done and (rows, batch.width) not in self._steps:
+                self._load(self._compiling, batch)
+        if self._compiling.failure is not None:
+            raise ModelError(self._compiling.failure)
+
+    def stop_compiling(self) -> None:
+        """Buckets that are not compiled stay so."""
+        if self._compiling is not None:
+            self._compiling.stop()
 
     def run(self, chunks: Sequence[Chunk], shifts: Sequence[int]) -> torch.Tensor:
         """Hidden states [len(chunks), hidden_size]; see `DecodeBatch.fill`."""
@@ -174,7 +211,7 @@ class DecodeSteps:
         if rows not in self._programs:
             keep_compiled_code()
             fit_compilers()
-            self._programs[rows] = self._compiled()
+            self._programs[rows] = self._compiled(not self._forked)
         return StepPrograms(self._programs[rows])
 
 

@@ -126,9 +126,9 @@ def _call(layer: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, 
 class LayerPrograms:
     """Compiles the layers of decode steps of one number of rows."""
 
-    def __init__(self, backend: Backend, cache: KVCache) -> None:
-        """``backend``: torch.compile's."""
-        self._backend, self._cache = backend, cache
+    def __init__(self, backend: Backend, cache: KVCache, may_run: bool = True) -> None:
+        """``backend``: torch.compile's. ``may_run``: run what it has compiled; else the same graph uncompiled."""
+        self._backend, self._cache, self._may_run = backend, cache, may_run
         self._noted: list[tuple[Callable[..., Any], tuple[Any, ...], Sequence[Any]]] = []
         # A copy of the function has its own code: torch keeps what it compiles by the code.
         own = types.FunctionType(_call.__code__.replace(), _call.__globals__, _call.__name__)
@@ -137,6 +137,8 @@ class LayerPrograms:
     def _noting(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         """The back end, with code that notes how it is called."""
         code = torch._dynamo.lookup_backend(self._backend)(graph, inputs)
+        if not self._may_run:
+            code = graph.forward
 
         def call(*arguments: Any) -> Any:
             found = code(*arguments)

@@ -8,7 +8,6 @@ from lean.cache.kv_cache import KVCache
 from lean.cache.plan import CachePlan
 from lean.cache.size import CacheSize
 from lean.config import EngineConfig
-from lean.engine.behind import Behind
 from lean.engine.runner import Runner
 from lean.model.load import LoadedModel
 
@@ -24,7 +23,6 @@ class Parts:
         notes: lines that the user should see.
         working_bytes: memory that is kept free for steps beside the cache.
         disk_folder: where the prefix cache is kept on disk; None: nowhere.
-        compiling: the thread that compiles decode steps; None: there is none.
         cuda_graphs: whether decode steps are recorded. graph_bytes: memory that the records take.
     """
 
@@ -39,7 +37,6 @@ class Parts:
     notes: list[str] = field(default_factory=list)
     working_bytes: int = 0
     disk_folder: EngineFolder | None = None
-    compiling: Behind | None = None
     cuda_graphs: bool = False
     graph_bytes: int = 0
 

@@ -13,7 +13,6 @@ import torch
 from lean.cache.block_manager import BlockManager
 from lean.cache.kv_cache import KVCache
 from lean.cache.tables import block_table, slots
-from lean.engine.behind import Behind
 from lean.engine.cuda_graphs import Recorder
 from lean.engine.decode_batch import DecodeBatch
 from lean.engine.decode_steps import DecodeSteps, buckets
@@ -123,10 +122,10 @@ class Runner:
         self.decode_steps = steps
         return seconds
 
-    def compile_behind(self, max_num_seqs: int, max_model_len: int, backend: Backend) -> Behind:
-        """Compile decode steps in a thread. Until they are ready, the others go on as before."""
+    def compile_beside(self, max_num_seqs: int, max_model_len: int, backend: Backend) -> None:
+        """Compile decode steps in another process. Until they are ready, the others go on as before."""
         self.decode_steps = self._decode_steps(max_num_seqs, max_model_len, backend, None)
-        return self.decode_steps.warm_up_behind()
+        self.decode_steps.compile_beside()
 
     def _decode_steps(
         self, max_num_seqs: int, max_model_len: int, backend: Backend | None, record: Recorder | None

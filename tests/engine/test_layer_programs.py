@@ -1,7 +1,11 @@
 """Compiled layers: which of them share a program, what it is given, and compiling beside an engine that answers."""
 
 import functools
-import threading
+import os
+import signal
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,47 +148,82 @@ def test_a_program_takes_the_arguments_and_returns_what_the_layer_does():
         assert program is None, f"the change of an {change} would be left out of later steps"
 
 
-def test_an_engine_answers_while_its_steps_are_compiled_and_then_uses_them(model):
-    loaded, go = model("llama"), threading.Event()
-    backend = Counting(before=go.wait)
-    llm = LLM(loaded, CONFIG)
-    behind = runner(llm).compile_behind(2, 128, backend)
-    want = answer(LLM(loaded, CONFIG))
-    try:
-        same(answer(llm), want)
-        assert backend.calls == []
-    finally:
-        go.set()
-        behind.wait()
+class Elsewhere(Counting):
+    """A back end whose graphs are made in another process first, when the file ``go`` exists."""
+
+    def __init__(self, go: Path, fails: bool = False) -> None:
+        super().__init__(self._wait)
+        self._go, self._fails, self._here = go, fails, os.getpid()
+
+    def _wait(self) -> None:
+        if os.getpid() == self._here:
+            assert self._go.exists(), "compiled by the engine itself"
+            return
+        while not self._go.exists():
+            time.sleep(0.01)
+        if self._fails:
+            raise RuntimeError("no compiler")
+
+
+forks = pytest.mark.skipif(sys.platform != "linux", reason="compiles in a fork on Linux alone")
+
+
+def beside(model: LoadedModel, backend: Elsewhere) -> LLM:
+    llm = LLM(model, CONFIG)
+    runner(llm).compile_beside(2, 128, backend)
+    return llm
+
+
+@forks
+def test_an_engine_answers_while_its_steps_are_compiled_and_then_uses_them(model, tmp_path):
+    loaded, backend = model("llama"), Elsewhere(tmp_path / "go")
+    llm, want = beside(loaded, backend), answer(LLM(loaded, CONFIG))
+    same(answer(llm), want)
+    assert backend.graphs == 0
+    (tmp_path / "go").touch()
+    llm.wait_until_compiled()
+    assert backend.graphs == 2
     backend.calls.clear()
     same(answer(llm), want)
     assert len(backend.calls) == 3 * 8
 
 
-def test_steps_stay_uncompiled_where_compiling_fails_and_a_line_says_so(model, caplog):
-    def fail():
-        raise RuntimeError("no compiler")
+@forks
+def test_steps_that_are_ready_are_loaded_without_being_waited_for(model, tmp_path):
+    backend = Elsewhere(tmp_path / "go")
+    llm = beside(model("llama"), backend)
+    (tmp_path / "go").touch()
+    llm.engine.runner.decode_steps._compiling.look(wait=True)
+    same(answer(llm), answer(LLM(model("llama"), CONFIG)))
+    assert backend.graphs == 1  # of one row: no step has had two
 
-    llm = LLM(model("llama"), CONFIG)
-    behind = runner(llm).compile_behind(2, 128, Counting(before=fail))
+
+@forks
+def test_steps_stay_uncompiled_where_compiling_fails_and_a_line_says_so(model, tmp_path, caplog):
+    llm = beside(model("llama"), Elsewhere(tmp_path / "go", fails=True))
+    (tmp_path / "go").touch()
     with pytest.raises(ModelError, match=r"cannot be compiled layer by layer .*no compiler.*leave --compile out"):
-        behind.wait()
+        llm.wait_until_compiled()
+    same(answer(llm), answer(LLM(model("llama"), CONFIG)))
     [record] = [record for record in caplog.records if record.name == "lean"]
-    assert "compiling decode steps has failed, and steps stay as they are" in record.getMessage()
+    assert "decode steps are not all compiled, and those run as before" in record.getMessage()
+
+
+@forks
+def test_a_compiling_process_that_is_killed_is_told(model, tmp_path, caplog):
+    llm = beside(model("llama"), Elsewhere(tmp_path / "go"))
+    os.kill(llm.engine.runner.decode_steps._compiling._pid, signal.SIGKILL)
+    with pytest.raises(ModelError, match="ended from outside"):
+        llm.wait_until_compiled()
     same(answer(llm), answer(LLM(model("llama"), CONFIG)))
 
 
-def test_nothing_more_is_compiled_after_the_engine_is_closed(model):
-    go, begun = threading.Event(), threading.Event()
-
-    def wait():
-        begun.set()
-        go.wait()
-
-    backend = Counting(before=wait)
-    behind = runner(LLM(model("llama"), CONFIG)).compile_behind(2, 128, backend)
-    begun.wait()
-    behind.stop()
-    go.set()
-    behind.wait()
-    assert backend.graphs == 1  # of one row; not of two
+@forks
+def test_the_process_ends_with_the_engine(model, tmp_path):
+    llm = beside(model("llama"), Elsewhere(tmp_path / "go"))
+    pid = llm.engine.runner.decode_steps._compiling._pid
+    os.kill(pid, 0)
+    llm.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    same(answer(llm), answer(LLM(model("llama"), CONFIG)))
