@@ -11,6 +11,9 @@ from lean.machine.cpus import Cpus, find_cpus, physical_cores
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
+_SET, _ENVIRONMENT = "set by torch.set_num_threads", " in the environment"  # reasons that are others' choices
+
+_fitted = 0  # threads after `fit_threads`
 _computing = _single = False  # an engine of this process computes; this process is a fork of one that did
 
 
@@ -22,8 +25,10 @@ def fit_threads() -> str:
     asks for stays too, and so does one that torch would not have chosen by itself.
     """
     number, reason = chosen_threads(torch.get_num_threads(), find_cpus())
+    global _fitted
     if number < torch.get_num_threads():
         torch.set_num_threads(number)
+    _fitted = torch.get_num_threads()
     return reason
 
 
@@ -31,14 +36,21 @@ def chosen_threads(present: int, cpus: Cpus) -> tuple[int, str]:
     """The number of threads to compute with where torch has ``present`` of them, and why."""
     for name in _VARIABLES:
         if re.match(r"\s*0*[1-9]", os.environ.get(name, "")):
-            return present, f"{name}={os.environ[name]} in the environment"
+            return present, f"{name}={os.environ[name]}{_ENVIRONMENT}"
     if present not in _torch_defaults(cpus):
-        return present, "set by torch.set_num_threads"
+        return present, _SET
     if cpus.usable >= present:
         return present, "one for each core that the process may use"
     if cpus.usable < cpus.affinity:
         return cpus.usable, f"the CPU quota is {cpus.quota:g}"
     return cpus.usable, f"the process may run on {cpus.affinity} of {cpus.online} CPUs"
+
+
+def are_ours() -> bool:
+    """Whether lean chose the number of threads: neither the environment nor the program has set it since or before."""
+    reason = fit_threads()
+    asked = reason == _SET or reason.endswith(_ENVIRONMENT)
+    return not asked and torch.get_num_threads() == _fitted
 
 
 def use_threads(number: int | None) -> None:

@@ -19,6 +19,7 @@ from lean.engine.assemble import room
 from lean.engine.entrance import PromptTooLong
 from lean.engine.mailbox import Mailbox
 from lean.engine.outputs import next_output, tokenless_output
+from lean.engine.pace import pace_of
 from lean.engine.parts import Parts
 from lean.engine.request import FinishReason, Request, RequestOutput, read_token_ids
 from lean.engine.runner import StepResult
@@ -49,6 +50,7 @@ class Engine:
         if parts.disk_folder is not None:
             self.scheduler.disk = DiskTier(parts.disk_folder, self.scheduler.prefix, parts.cache, parts.manager)
         self.peak = occupancy(self.manager)
+        self._pace = pace_of(parts.config, self.model.device)
         self._steps = 0
         self._seq_ids = itertools.count()
         self.lock = threading.Lock()
@@ -141,6 +143,7 @@ class Engine:
             return
         self._steps += 1
         started = time.perf_counter()
+        paced = None if self._pace is None else self._pace.start()
         try:
             result = self.runner.execute(chunks)
         except BaseException:
@@ -149,6 +152,8 @@ class Engine:
         if self.scheduler.disk is not None:
             rows = [chunk.end - chunk.start for chunk in chunks]
             self.scheduler.disk.computed(sum(n for n in rows if n > 1), time.perf_counter() - started)
+        if self._pace is not None and paced is not None and all(chunk.end - chunk.start == 1 for chunk in chunks):
+            self._pace.end(paced, len(chunks))
         self._commit(chunks, result)
 
     def _commit(self, chunks: Sequence[Chunk], result: StepResult) -> None:
