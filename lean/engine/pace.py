@@ -23,7 +23,7 @@ log = logging.getLogger("lean")
 _WINDOW_S, _STEPS = 0.3, 8  # seconds, and steps, of one measurement
 _OWN_CPU = 0.85  # share of the time below which the engine's thread does not get its CPU
 _FASTER = 0.9  # a trial has won if its steps took at most this part of the time
-_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 80.0  # before the next trial; it doubles with every one that was lost
+_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 30.0  # before the next trial; it doubles with every one that was lost
 
 
 def pace_of(config: EngineConfig, device: torch.device) -> Pace | None:
