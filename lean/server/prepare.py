@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lean.config import DEFAULT_CHAT_MAX_TOKENS
-from lean.errors import RequestError
+from lean.errors import RequestError, shown
 from lean.options import SAMPLING_KEYS
 from lean.sampling_params import SamplingParams
 from lean.server.config import ServerConfig
@@ -237,9 +237,7 @@ class Preparer:
         try:
             return replace(self.defaults, **{key: value for key, value in given.items() if value is not None})
         except RequestError as error:
-            field, _, rest = str(error).partition(" ")
-            name = field.replace("-", "_")
-            raise bad_field(name, rest) if name in SAMPLING_KEYS else refused(error) from None
+            raise refused(error) from None
 
     def _check_bounds(self, request: GenerationRequest, chat: bool) -> None:
         config = self.config
@@ -260,7 +258,9 @@ class Preparer:
     def _check_bias(self, bias: dict[str, float]) -> None:
         for key in bias:
             if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < self.token_limit):
-                raise bad_field("logit_bias", f"must have token ids below {self.token_limit} as keys")
+                raise bad_field(
+                    "logit_bias", f"has the key {shown(key)}: keys are token ids, from 0 to {self.token_limit - 1}"
+                )
 
     def _check_ids(self, ids: list[int], name: str, limit: int) -> None:
         if ids and max(ids) >= limit:

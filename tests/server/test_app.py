@@ -151,7 +151,14 @@ def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(server):
     body = server.chat("abc", prompt_logprobs=1, max_tokens=1, n=2, temperature=1).json()
     assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
     assert all("prompt_logprobs" not in choice for choice in body["choices"])
-    assert "prompt_logprobs" not in server.chat("abc", max_tokens=1).json()
+
+
+def test_prompt_logprobs_that_are_not_asked_for_are_null_as_in_vllm(server):
+    assert server.chat("abc", max_tokens=1).json()["prompt_logprobs"] is None
+    assert [choice["prompt_logprobs"] for choice in server.complete(["a", "b"], max_tokens=1).json()["choices"]] == [
+        None,
+        None,
+    ]
 
 
 def test_stop_strings_end_an_answer_before_them(server):
@@ -211,6 +218,8 @@ def test_other_models_are_not_found_and_their_name_is_not_repeated(server, name)
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["a"] * 1000}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 9, "min_tokens": 10}, "min_tokens"),
+        ({"max_tokens": 9999, "min_tokens": 300}, "min_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": [{}]}, "tools"),
         ({"suffix": "b"}, "suffix"),
