@@ -93,6 +93,12 @@ class Preparer:
         self.max_in_flight = self.max_num_seqs + config.max_waiting  # prompts that run and wait
         self.vocab_size, self.token_limit = model.vocab_size, model.token_limit
         self.has_template = has_template(model.tokenizer)
+        self._most_entries = {
+            "prompt": min(config.max_prompts, self.max_in_flight),
+            "stop": config.max_stop_strings,
+            "stop_token_ids": config.max_stop_strings,
+            "logit_bias": config.max_logit_bias,
+        }
         self._longest_token = max(map(len, model.tokenizer.get_vocab()))
         self._large = asyncio.Semaphore(NUM_THREADS - 1)  # the last thread is for bodies that are read at once
         self._copies: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -122,7 +128,7 @@ class Preparer:
 
     def chat(self, body: bytes) -> Prepared:
         """Body of /v1/chat/completions."""
-        request = read_body(ChatRequest, body)
+        request = read_body(ChatRequest, body, self._check_size)
         prepared = self._common(request, chat=True)
         report = request.top_logprobs or 0
         if request.top_logprobs is not None and not request.logprobs:
@@ -137,13 +143,12 @@ class Preparer:
 
     def completion(self, body: bytes) -> Prepared:
         """Body of /v1/completions."""
-        request = read_body(CompletionRequest, body)
+        request = read_body(CompletionRequest, body, self._check_size)
         prepared = self._common(request, chat=False)
         self._bound("logprobs", request.logprobs or 0, self.config.max_logprobs)
         given = request.prompt
         single = isinstance(given, str) or is_ids(given)
         items = [given] if single else given
-        self._bound("prompt", len(items), min(self.config.max_prompts, self.max_in_flight), "prompts")
         self._check_text(max((len(item) for item in items if isinstance(item, str)), default=0), "prompt")
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = [self._text_ids(item, special, "prompt") if isinstance(item, str) else item for item in items]
@@ -196,6 +201,18 @@ class Preparer:
             has = f"has {value} {what}: this server takes" if what else "is too large: this server takes"
             raise bad_field(name, f"{has} at most {most}")
 
+    def _check_size(self, name: str, value: Any) -> None:
+        """Refuse a field with too many entries, whatever they are."""
+        if not isinstance(value, list | dict) or name not in self._most_entries:
+            return
+        is_prompt = name == "prompt" and isinstance(value, list) and bool(value)
+        if is_prompt and isinstance(value[0], int):
+            self._check_length(len(value), name)
+            return
+        self._bound(name, len(value), self._most_entries[name], "entries")
+        if is_prompt:
+            self._check_length(max((len(item) for item in value if isinstance(item, list)), default=0), name)
+
     def _common(self, request: GenerationRequest, chat: bool) -> Prepared:
         unknown = unknown_fields(request)
         model = self.check_model(request.model)
@@ -245,11 +262,8 @@ class Preparer:
         if self._most_tokens(request) == 0 and not getattr(request, "echo", None):
             raise bad_field("max_tokens", "must be at least 1, or 0 with echo")
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        self._bound("stop", len(stop), config.max_stop_strings, "strings")
         self._bound("stop", max(map(len, stop), default=0), config.max_stop_length, "characters in one string")
-        self._bound("stop_token_ids", len(request.stop_token_ids or ()), config.max_stop_strings, "entries")
         self._check_ids(request.stop_token_ids or [], "stop_token_ids", self.token_limit)
-        self._bound("logit_bias", len(request.logit_bias or ()), config.max_logit_bias, "entries")
         self._check_bias(request.logit_bias or {})
         self._bound("prompt_logprobs", request.prompt_logprobs or 0, config.max_logprobs)
         if request.prompt_logprobs is not None and request.stream:
@@ -282,14 +296,17 @@ class Preparer:
             self._check_ids(ids, name, self.vocab_size)
             if not ids:
                 raise bad_field(name, "must not be empty")
-            if len(ids) >= self.max_model_len:
-                # Clients know this error by these words: "prompt is too long", "maximum context length".
-                raise bad_field(
-                    name,
-                    f"has {len(ids)} tokens, so the prompt is too long: the maximum context length is "
-                    f"{self.max_model_len} tokens for prompt and answer together",
-                    TOO_LONG,
-                )
+            self._check_length(len(ids), name)
+
+    def _check_length(self, tokens: int, name: str) -> None:
+        if tokens >= self.max_model_len:
+            # Clients know this error by these words: "prompt is too long", "maximum context length".
+            raise bad_field(
+                name,
+                f"has {tokens} tokens, so the prompt is too long: the maximum context length is "
+                f"{self.max_model_len} tokens for prompt and answer together",
+                TOO_LONG,
+            )
 
     def _turns(self, request: ChatRequest | TokenizeRequest) -> list[dict[str, str]]:
         if not self.has_template:

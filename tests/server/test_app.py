@@ -109,6 +109,10 @@ def test_usage_comes_last_or_in_every_chunk(server):
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == last["usage"]["completion_tokens"] == 5
+    first, *chunks, last = server.events("/v1/chat/completions", {**HI, **GREEDY, "stream_options": options})
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first["usage"] == {**last["usage"], "completion_tokens": 0, "total_tokens": last["usage"]["prompt_tokens"]}
+    assert all(chunk["usage"]["completion_tokens"] > 0 for chunk in chunks)
     options["include_usage"] = False
     chunks = server.events("/v1/completions", {"prompt": "a", **GREEDY, "stream_options": options})
     assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
