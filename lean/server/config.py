@@ -62,9 +62,9 @@ class ServerConfig:
             _check(item.name, getattr(self, item.name), str(item.type))
         if self.port > 65535:
             raise ConfigError(f"port {self.port} must be from 0 to 65535")
-        for name, most in (("max_messages", MOST_MESSAGES), ("max_logit_bias", MOST_ENTRIES)):
-            if getattr(self, name) > most:
-                raise ConfigError(f"{name.replace('_', '-')} {getattr(self, name)} must be at most {most}")
+        for option, most in (("max_messages", MOST_MESSAGES), ("max_logit_bias", MOST_ENTRIES)):
+            if getattr(self, option) > most:
+                raise ConfigError(f"{option.replace('_', '-')} {getattr(self, option)} must be at most {most}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl-certfile and ssl-keyfile go together: give both")
         for name in (self.ssl_certfile, self.ssl_keyfile):

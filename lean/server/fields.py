@@ -83,8 +83,9 @@ def _content(value: Any) -> bool:
 
 def count(info: ValidationInfo, what: str) -> int:
     """How many of these have been read, this one included. The context of the reading is a dict."""
-    info.context[what] = info.context.get(what, 0) + 1
-    return int(info.context[what])
+    context: dict[str, int] = info.context  # type: ignore[assignment]
+    context[what] = context.get(what, 0) + 1
+    return context[what]
 
 
 class _FailFast:

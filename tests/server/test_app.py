@@ -205,6 +205,29 @@ def test_other_models_are_not_found_and_their_name_is_not_repeated(server, name)
     assert name not in response.text
 
 
+@pytest.mark.parametrize("path", ["%2e%2e/%2e%2e/etc/passwd", "/etc/passwd", "a%00b", "x" * 10_000])
+def test_the_name_in_a_path_is_not_looked_for_on_disk_and_not_repeated(server, path):
+    response = server.http.get(f"/v1/models/{path}")
+    assert error_of(response)[:2] == (404, "model")
+    assert "passwd" not in response.text
+    assert "xxx" not in response.text
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1e-8}, {"top_k": 1, "temperature": 1e9}], ids=str)
+def test_extreme_sampling_is_the_argmax_without_an_overflow(server, fields):
+    right = server.complete("hello", **GREEDY).json()["choices"][0]["text"]
+    assert server.complete("hello", **{**GREEDY, **fields}).json()["choices"][0]["text"] == right
+
+
+def test_a_top_k_of_0_or_minus_1_is_off(server):
+    fields = {**GREEDY, "temperature": 1, "seed": 3}
+    texts = {
+        server.complete("hello", **fields, **more).json()["choices"][0]["text"]
+        for more in ({}, {"top_k": 0}, {"top_k": -1})
+    }
+    assert len(texts) == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
