@@ -126,8 +126,13 @@ class Engine:
             if token >= self.model.token_limit:
                 raise RequestError(f"token id {token} is beyond the {self.model.token_limit} tokens of this model")
         fill = {key: value for key, value in self.model.generation.items() if getattr(params, key) is None}
-        room = max(1, self.parts.size.max_model_len - prompt_tokens)
-        return replace(params, **fill, max_tokens=min(params.max_tokens, room))
+        room = self.parts.size.max_model_len - prompt_tokens  # below 1: the scheduler refuses the prompt
+        if 0 < room < params.min_tokens:
+            raise RequestError(
+                f"min-tokens {params.min_tokens} must be at most {room}: prompt and answer together have at most "
+                f"{self.parts.size.max_model_len} tokens, and the prompt has {prompt_tokens}"
+            )
+        return replace(params, **fill, max_tokens=min(params.max_tokens, max(1, room, params.min_tokens)))
 
     # --- a step ---
 

@@ -171,10 +171,14 @@ class Answer(Response):
         return self._frame(part, frames, choice, first)
 
     def _frame(self, part: Part, frames: Frames, choice: Choice, first: bool) -> bytes:
+        each = self._prepared.usage_in_chunks
+        data = b""
+        if first and self._prepared.chat:
+            choice.cached_tokens = part.output.cached_tokens
+            data = frames.role(choice.index, self._usage() if each else None)
         piece = choice.add(part.output)
-        data = frames.role(choice.index) if first and self._prepared.chat else b""
         if piece.text or piece.finish_reason is not None or piece.logprobs is not None:
-            data += frames.piece(choice.index, piece, self._usage() if self._prepared.usage_in_chunks else None)
+            data += frames.piece(choice.index, piece, self._usage() if each else None)
         return data
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:

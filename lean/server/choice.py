@@ -74,11 +74,10 @@ class Choice:
         return choice if prepared.chat else {**choice, **self.prompt_logprobs()}
 
     def prompt_logprobs(self) -> dict[str, Any]:
-        """vLLM's field of that name, where it is asked for: of each choice of a completion, and of a whole chat."""
-        most = self._prepared.prompt_report
-        if most is None:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(self._prompt_entries or [], most, self._vocabulary)}
+        """vLLM's field of that name, of each choice of a completion and of a whole chat. Its clients read it always:
+        it is null where it is not asked for."""
+        most, entries = self._prepared.prompt_report, self._prompt_entries or []
+        return {"prompt_logprobs": None if most is None else prompt_logprobs(entries, most, self._vocabulary)}
 
     def _echoed(self) -> str:
         return self._prepared.texts[self._prompt] if self._prepared.echo else ""

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from lean.errors import RequestError
+from lean.options import SAMPLING_KEYS
 
 _TYPES = {
     400: "invalid_request_error",
@@ -52,9 +53,12 @@ def bad_field(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param} {message}", param, code)
 
 
-def refused(error: RequestError, param: str | None = None) -> ApiError:
-    """What a refusal of the engine or of the chat template is in the API."""
-    return ApiError(400, str(error), param)
+def refused(error: RequestError) -> ApiError:
+    """What a refusal of the engine or of sampling parameters is in the API. One that begins with an option's name is of
+    the field of that name."""
+    option, _, rest = str(error).partition(" ")
+    field = option.replace("-", "_")
+    return bad_field(field, rest) if field in SAMPLING_KEYS else ApiError(400, str(error))
 
 
 OWN_FAULT = "the server failed while it read this request; its log says why"

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from inspect import signature
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError, core_schema
+
+from lean.server.config import MOST_ENTRIES
 
 MOST_INT = 2**63 - 1
 
@@ -17,25 +29,42 @@ class Wire(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-def _kind(schema: dict[str, Any], what: str, fits: Callable[[Any], bool], required: bool = False) -> Any:
-    """A field whose value ``fits``, or is null unless ``required``; ``what`` says so in an error."""
+@dataclass(frozen=True)
+class Kind:
+    """What a field may hold: what ``fits``, and null unless it is ``required``; ``what`` says so in an error.
 
-    def check(value: Any) -> Any:
-        if not (fits(value) or (value is None and not required)):
-            raise PydanticCustomError("lean", f"must be {what}")
-        return value
+    `read_body` asks it after the whole body has been read, and after the value's size has been checked. In a validator
+    of pydantic a value of a million entries would be looked at first, and be converted a second time for the error.
+    """
 
-    described = schema if required else {"anyOf": [schema, {"type": "null"}]}
-    return Annotated[Any, BeforeValidator(check), WithJsonSchema(described)]
+    what: str
+    fits: Callable[[Any], bool]
+    required: bool = False
+
+    def allows(self, value: Any) -> bool:
+        return self.fits(value) or (value is None and not self.required)
+
+
+def _kind(schema: dict[str, Any], kind: Kind) -> Any:
+    described = schema if kind.required else {"anyOf": [schema, {"type": "null"}]}
+    return Annotated[Any, kind, WithJsonSchema(described)]
+
+
+def kinds_of(model: type[BaseModel]) -> Iterator[tuple[str, Kind]]:
+    """The fields of a request that have a kind."""
+    for name, field in model.model_fields.items():
+        yield from ((name, kind) for kind in field.metadata if isinstance(kind, Kind))
 
 
 def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+    return isinstance(value, list) and set(map(type, value)) <= {str}
 
 
 def is_ids(value: Any) -> bool:
     """Whether a value is a list of numbers that may be token ids."""
-    return isinstance(value, list) and all(type(token) is int and 0 <= token <= MOST_INT for token in value)
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) <= MOST_INT)
 
 
 def _prompt(value: Any) -> bool:
@@ -44,8 +73,43 @@ def _prompt(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and (_texts(value) or is_ids(value) or all(map(is_ids, value)))
 
 
+def _bias(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(x) in (int, float) and abs(x) <= 100 for x in value.values())
+
+
 def _content(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, Mapping) for part in value))
+
+
+def count(info: ValidationInfo, what: str) -> int:
+    """How many of these have been read, this one included. The context of the reading is a dict."""
+    context: dict[str, int] = info.context  # type: ignore[assignment]
+    context[what] = context.get(what, 0) + 1
+    return context[what]
+
+
+class _FailFast:
+    """Ends the reading of an object at its first fault, where pydantic can do that."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        schema: Any = handler(source)
+        if "fail_fast" in signature(core_schema.dict_schema).parameters:
+            schema["fail_fast"] = True
+        return schema
+
+
+_KEY = "[key]"  # pydantic's last step to the key of an object
+
+
+def _counted_key(key: str, info: ValidationInfo) -> str:
+    if count(info, "entries") == MOST_ENTRIES + 1:
+        raise PydanticCustomError("lean", f"has more than {MOST_ENTRIES} entries")
+    return key
+
+
+def of_value(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The place of an object whose key is at fault; any other place as it is."""
+    return place[:-2] if place[-1] == _KEY else place
 
 
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -58,20 +122,39 @@ def _list(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
 
 Stop = _kind(
     {"anyOf": [{**_TEXT, "minLength": 1}, _list({**_TEXT, "minLength": 1})]},
-    "a string or a list of strings, none of them empty",
-    lambda value: bool(value) if isinstance(value, str) else _texts(value) and all(value),
+    Kind(
+        "a string or a list of strings, none of them empty",
+        lambda value: bool(value) if isinstance(value, str) else _texts(value) and all(value),
+    ),
 )
-LogitBias = _kind(
-    {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
-    "an object of numbers from -100 to 100 by token id",
-    lambda value: isinstance(value, dict) and all(type(x) in (int, float) and abs(x) <= 100 for x in value.values()),
-)
+LogitBias = Annotated[
+    Annotated[dict[Annotated[str, AfterValidator(_counted_key)], Any], _FailFast()] | None,
+    Kind("an object of numbers from -100 to 100 by token id", _bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 Prompt = _kind(
     {"anyOf": [_TEXT, _list(_TEXT, 1), {**_IDS, "minItems": 1}, _list(_IDS, 1)]},
-    "a string, a list of strings, a list of token ids, or a list of such lists",
-    _prompt,
-    required=True,
+    Kind("a string, a list of strings, a list of token ids, or a list of such lists", _prompt, required=True),
 )
-Content = _kind({"anyOf": [_TEXT, _list({"type": "object"})]}, "a string or a list of content parts", _content)
-TokenIds = _kind(_IDS, "a list of token ids", is_ids)
-RequiredTokenIds = _kind(_IDS, "a list of token ids", is_ids, required=True)
+TokenIds = _kind(_IDS, Kind("a list of token ids", is_ids))
+RequiredTokenIds = _kind(_IDS, Kind("a list of token ids", is_ids, required=True))
+
+
+def _check_content(value: Any) -> Any:
+    if not (value is None or _content(value)):
+        raise PydanticCustomError("lean", "must be a string or a list of content parts")
+    return value
+
+
+Content = Annotated[
+    Any,
+    BeforeValidator(_check_content),
+    WithJsonSchema({"anyOf": [_TEXT, _list({"type": "object"}), {"type": "null"}]}),
+]

@@ -37,9 +37,12 @@ class Frames:
             self._before[index] = self._head + b',"choices":[{"index":%d,' % index
         return self._before[index]
 
-    def role(self, index: int) -> bytes:
-        """The first chunk of a chat's choice."""
-        return self._begin(index) + b'"delta":{"role":"assistant","content":""' + self._after
+    def role(self, index: int, usage: dict[str, Any] | None = None) -> bytes:
+        """The first chunk of a chat's choice, before any token."""
+        before = self._begin(index) + b'"delta":{"role":"assistant","content":""'
+        if usage is None:
+            return before + self._after
+        return before + b'},"logprobs":null,"finish_reason":null}],"usage":' + encode(usage) + b"}\n\n"
 
     def piece(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> bytes:
         """A chunk with new text."""

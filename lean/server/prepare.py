@@ -16,6 +16,7 @@ from lean.config import DEFAULT_CHAT_MAX_TOKENS
 from lean.errors import RequestError
 from lean.options import SAMPLING_KEYS
 from lean.sampling_params import SamplingParams
+from lean.server.bounds import Bounds, most_tokens
 from lean.server.config import ServerConfig
 from lean.server.errors import ApiError, bad_field, refused
 from lean.server.fields import MOST_INT, is_ids
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 NUM_THREADS = 2
 LARGE_BODY = 2**18  # bytes; reading 4 MiB of text takes seconds
-TOO_LONG = "context_length_exceeded"
 
 R = TypeVar("R")
 
@@ -89,11 +89,18 @@ class Preparer:
     ) -> None:
         self.config, self.names, self.defaults, self.chat_max_tokens = config, names, defaults, chat_max_tokens
         model = llm.model
-        self.max_model_len, self.max_num_seqs = llm.size.max_model_len, llm.config.max_num_seqs
-        self.max_in_flight = self.max_num_seqs + config.max_waiting  # prompts that run and wait
-        self.vocab_size, self.token_limit = model.vocab_size, model.token_limit
+        self.max_model_len, max_num_seqs = llm.size.max_model_len, llm.config.max_num_seqs
+        self.max_in_flight = max_num_seqs + config.max_waiting  # prompts that run and wait
+        self.bounds = Bounds(
+            config,
+            max_model_len=self.max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_in_flight=self.max_in_flight,
+            vocab_size=model.vocab_size,
+            token_limit=model.token_limit,
+            longest_token=max(map(len, model.tokenizer.get_vocab())),
+        )
         self.has_template = has_template(model.tokenizer)
-        self._longest_token = max(map(len, model.tokenizer.get_vocab()))
         self._large = asyncio.Semaphore(NUM_THREADS - 1)  # the last thread is for bodies that are read at once
         self._copies: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for _ in range(NUM_THREADS):
@@ -122,32 +129,31 @@ class Preparer:
 
     def chat(self, body: bytes) -> Prepared:
         """Body of /v1/chat/completions."""
-        request = read_body(ChatRequest, body)
+        request = read_body(ChatRequest, body, self.bounds.check_size)
         prepared = self._common(request, chat=True)
         report = request.top_logprobs or 0
         if request.top_logprobs is not None and not request.logprobs:
             raise bad_field("top_logprobs", "needs logprobs: true")
-        self._bound("top_logprobs", report, self.config.max_logprobs)
+        self.bounds.bound("top_logprobs", report, self.config.max_logprobs)
         params = replace(prepared.params, logprobs=report if request.logprobs else None)
         turns = self._turns(request)
-        self._check_text(sum(len(turn["content"]) for turn in turns), "messages")
+        self.bounds.check_text(sum(len(turn["content"]) for turn in turns), "messages")
         ids = self._chat_ids(turns)
-        self._check_prompts([ids], "messages")
+        self.bounds.check_prompts([ids], "messages")
         return replace(prepared, prompts=[ids], params=params)
 
     def completion(self, body: bytes) -> Prepared:
         """Body of /v1/completions."""
-        request = read_body(CompletionRequest, body)
+        request = read_body(CompletionRequest, body, self.bounds.check_size)
         prepared = self._common(request, chat=False)
-        self._bound("logprobs", request.logprobs or 0, self.config.max_logprobs)
+        self.bounds.bound("logprobs", request.logprobs or 0, self.config.max_logprobs)
         given = request.prompt
         single = isinstance(given, str) or is_ids(given)
         items = [given] if single else given
-        self._bound("prompt", len(items), min(self.config.max_prompts, self.max_in_flight), "prompts")
-        self._check_text(max((len(item) for item in items if isinstance(item, str)), default=0), "prompt")
+        self.bounds.check_text(max((len(item) for item in items if isinstance(item, str)), default=0), "prompt")
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = [self._text_ids(item, special, "prompt") if isinstance(item, str) else item for item in items]
-        self._check_prompts(ids, "prompt")
+        self.bounds.check_prompts(ids, "prompt")
         echo = bool(request.echo)
         texts = tuple(item if isinstance(item, str) else self.tokenizer.decode(item) for item in items) if echo else ()
         measured = prepared.params.prompt_logprobs
@@ -176,7 +182,7 @@ class Preparer:
         request = read_body(DetokenizeRequest, body)
         unknown_fields(request)
         self.check_model(request.model)
-        self._check_ids(request.tokens, "tokens", self.vocab_size)
+        self.bounds.check_ids(request.tokens, "tokens", self.bounds.vocab_size)
         return {"prompt": self.tokenizer.decode(request.tokens)}
 
     def check_model(self, name: str | None) -> str:
@@ -191,11 +197,6 @@ class Preparer:
 
     # --- parts ---
 
-    def _bound(self, name: str, value: int, most: int, what: str = "") -> None:
-        if value > most:
-            has = f"has {value} {what}: this server takes" if what else "is too large: this server takes"
-            raise bad_field(name, f"{has} at most {most}")
-
     def _common(self, request: GenerationRequest, chat: bool) -> Prepared:
         unknown = unknown_fields(request)
         model = self.check_model(request.model)
@@ -208,7 +209,7 @@ class Preparer:
             [],
             self._params(request, chat),
             prompt_report=request.prompt_logprobs,
-            no_answer=self._most_tokens(request) == 0,
+            no_answer=most_tokens(request) == 0,
             stream=bool(request.stream),
             include_usage=bool(options and options.include_usage),
             usage_in_chunks=bool(options and options.include_usage and options.continuous_usage_stats),
@@ -216,20 +217,15 @@ class Preparer:
             cache_salt=request.cache_salt,
         )
 
-    @staticmethod
-    def _most_tokens(request: GenerationRequest) -> int | None:
-        newer = getattr(request, "max_completion_tokens", None)
-        return request.max_tokens if newer is None else newer
-
     def _params(self, request: GenerationRequest, chat: bool) -> SamplingParams:
         """The defaults, and what the request says."""
-        self._check_bounds(request, chat)
+        self.bounds.check_fields(request)
         given = {key: getattr(request, key, None) for key in SAMPLING_KEYS if key not in ("logprobs", "max_tokens")}
         if given["top_k"] == -1:  # vLLM's way to turn it off
             given["top_k"] = 0
         if request.seed is not None and request.seed < 0:
             given["seed"] = None if request.seed == -1 else request.seed & MOST_INT  # -1 asks for a random one
-        most = self._most_tokens(request)
+        most = most_tokens(request)
         default = self.chat_max_tokens if chat else self.defaults.max_tokens
         given["max_tokens"] = default if most is None else max(1, most)
         if request.min_tokens is not None and most is None:
@@ -237,59 +233,7 @@ class Preparer:
         try:
             return replace(self.defaults, **{key: value for key, value in given.items() if value is not None})
         except RequestError as error:
-            field, _, rest = str(error).partition(" ")
-            name = field.replace("-", "_")
-            raise bad_field(name, rest) if name in SAMPLING_KEYS else refused(error) from None
-
-    def _check_bounds(self, request: GenerationRequest, chat: bool) -> None:
-        config = self.config
-        self._bound("n", request.n or 1, min(config.max_n, self.max_num_seqs))
-        if self._most_tokens(request) == 0 and not getattr(request, "echo", None):
-            raise bad_field("max_tokens", "must be at least 1, or 0 with echo")
-        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        self._bound("stop", len(stop), config.max_stop_strings, "strings")
-        self._bound("stop", max(map(len, stop), default=0), config.max_stop_length, "characters in one string")
-        self._bound("stop_token_ids", len(request.stop_token_ids or ()), config.max_stop_strings, "entries")
-        self._check_ids(request.stop_token_ids or [], "stop_token_ids", self.token_limit)
-        self._bound("logit_bias", len(request.logit_bias or ()), config.max_logit_bias, "entries")
-        self._check_bias(request.logit_bias or {})
-        self._bound("prompt_logprobs", request.prompt_logprobs or 0, config.max_logprobs)
-        if request.prompt_logprobs is not None and request.stream:
-            raise bad_field("prompt_logprobs", "cannot be combined with stream: true")
-
-    def _check_bias(self, bias: dict[str, float]) -> None:
-        for key in bias:
-            if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < self.token_limit):
-                raise bad_field("logit_bias", f"must have token ids below {self.token_limit} as keys")
-
-    def _check_ids(self, ids: list[int], name: str, limit: int) -> None:
-        if ids and max(ids) >= limit:
-            raise bad_field(name, f"must have token ids from 0 to {limit - 1}")
-
-    def _check_text(self, characters: int, name: str) -> None:
-        """Refuse a text that is too long however it is tokenized: tokenizing it would take seconds."""
-        most = self.max_model_len * self._longest_token
-        if characters > most:
-            raise bad_field(
-                name,
-                f"has {characters} characters, so the prompt is too long: the maximum context length is "
-                f"{self.max_model_len} tokens for prompt and answer together, and these are at most {most} characters",
-                TOO_LONG,
-            )
-
-    def _check_prompts(self, prompts: list[list[int]], name: str) -> None:
-        for ids in prompts:
-            self._check_ids(ids, name, self.vocab_size)
-            if not ids:
-                raise bad_field(name, "must not be empty")
-            if len(ids) >= self.max_model_len:
-                # Clients know this error by these words: "prompt is too long", "maximum context length".
-                raise bad_field(
-                    name,
-                    f"has {len(ids)} tokens, so the prompt is too long: the maximum context length is "
-                    f"{self.max_model_len} tokens for prompt and answer together",
-                    TOO_LONG,
-                )
+            raise refused(error) from None
 
     def _turns(self, request: ChatRequest | TokenizeRequest) -> list[dict[str, str]]:
         if not self.has_template:

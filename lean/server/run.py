@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from lean.server.app import make_app
 from lean.server.config import ServerConfig
 from lean.server.connection import connection_class
 from lean.server.service import Service
+from lean.server.tls import server_context
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections: who closes last meets no reset
 SWITCH_S = 0.001  # how long a thread may keep the interpreter while another one wants it
@@ -70,13 +70,10 @@ def uvicorn_config(service: Service) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=config.max_header_size,
-        ssl_certfile=config.ssl_certfile,
-        ssl_keyfile=config.ssl_keyfile,
     )
-    try:
-        made.load()
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the certificate or its key cannot be used: {one_line(error)}") from None
+    made.load()
+    if config.ssl_certfile and config.ssl_keyfile:
+        made.ssl = server_context(config.ssl_certfile, config.ssl_keyfile)
     return made
 
 

@@ -35,6 +35,13 @@ def test_each_of_several_sequences_has_its_own_count(llm):
     assert [one.token_ids for one in llm.generate([[5, 6]], params)] == [[50, 50, EOS]] * 2
 
 
+def test_more_than_the_model_has_room_for_are_refused_with_the_number_that_fits(llm):
+    params = SamplingParams(max_tokens=100, min_tokens=63, ignore_eos=True)
+    with pytest.raises(RequestError, match=r"^min-tokens 63 must be at most 62: .* 64 tokens, and the prompt has 2$"):
+        llm.add_request([5, 6], params)
+    assert len(llm.generate([[5]], params)[0].token_ids) == 63
+
+
 @pytest.mark.parametrize("least", [-1, 1.5, 10])
 def test_impossible_numbers_are_refused(least):
     with pytest.raises(RequestError, match="min-tokens"):

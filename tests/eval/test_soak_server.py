@@ -1,16 +1,18 @@
 """The load test of the server: a short run, and that it finds what it is for."""
 
+import asyncio
 import json
 import re
 import signal
 import socket
 
 import pytest
-from http_server import SETTINGS
+from http_server import SETTINGS, own_address
 
 from lean.errors import EngineError
 from lean.eval.soak_server.__main__ import main
 from lean.eval.soak_server.answers import Response, check_error, check_stream, check_whole
+from lean.eval.soak_server.clients import patiently
 from lean.eval.soak_server.process import ServerProcess
 
 BODY = {"prompt": ["a", "b"], "n": 1, "max_tokens": 4}
@@ -94,16 +96,34 @@ def test_a_server_that_is_not_idle_is_found(monkeypatch, name):
         server.wait_until_idle(0)
 
 
+def test_a_client_gives_up_after_some_ticks_and_not_before(monkeypatch):
+    monkeypatch.setattr("lean.eval.soak_server.clients.PATIENCE", 3)
+    monkeypatch.setattr("lean.eval.soak_server.clients.TICK_S", 0.001)
+
+    async def answered():
+        return "answered"
+
+    async def faulty():
+        raise EngineError("a fault")
+
+    assert asyncio.run(patiently(answered())) == "answered"
+    with pytest.raises(EngineError, match="a fault"):
+        asyncio.run(patiently(faulty()))
+    with pytest.raises(TimeoutError):
+        asyncio.run(patiently(asyncio.Event().wait()))
+
+
 @pytest.mark.slow
 def test_a_killed_server_starts_again_on_its_port_at_once(tiny):
     folder = tiny("llama", num_hidden_layers=1)
     options = ("--no-probe", *(f"--{key.replace('_', '-')}={value}" for key, value in SETTINGS.items()))
-    first = ServerProcess(folder, *options)
+    host = f"--host={own_address()}"
+    first = ServerProcess(folder, *options, host)
     with socket.create_connection(first.address) as one:
         one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert one.recv(12) == b"HTTP/1.1 200"
         assert first.end(signal.SIGKILL) == -signal.SIGKILL
-        second = ServerProcess(folder, *options, f"--port={first.address[1]}")
+        second = ServerProcess(folder, *options, host, f"--port={first.address[1]}")
         assert second.address == first.address
         second.wait_until_idle(0)
         assert second.end() == 0

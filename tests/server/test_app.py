@@ -109,6 +109,10 @@ def test_usage_comes_last_or_in_every_chunk(server):
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == last["usage"]["completion_tokens"] == 5
+    first, *chunks, last = server.events("/v1/chat/completions", {**HI, **GREEDY, "stream_options": options})
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first["usage"] == {**last["usage"], "completion_tokens": 0, "total_tokens": last["usage"]["prompt_tokens"]}
+    assert all(chunk["usage"]["completion_tokens"] > 0 for chunk in chunks)
     options["include_usage"] = False
     chunks = server.events("/v1/completions", {"prompt": "a", **GREEDY, "stream_options": options})
     assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
@@ -151,7 +155,14 @@ def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(server):
     body = server.chat("abc", prompt_logprobs=1, max_tokens=1, n=2, temperature=1).json()
     assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
     assert all("prompt_logprobs" not in choice for choice in body["choices"])
-    assert "prompt_logprobs" not in server.chat("abc", max_tokens=1).json()
+
+
+def test_prompt_logprobs_that_are_not_asked_for_are_null_as_in_vllm(server):
+    assert server.chat("abc", max_tokens=1).json()["prompt_logprobs"] is None
+    assert [choice["prompt_logprobs"] for choice in server.complete(["a", "b"], max_tokens=1).json()["choices"]] == [
+        None,
+        None,
+    ]
 
 
 def test_stop_strings_end_an_answer_before_them(server):
@@ -194,6 +205,29 @@ def test_other_models_are_not_found_and_their_name_is_not_repeated(server, name)
     assert name not in response.text
 
 
+@pytest.mark.parametrize("path", ["%2e%2e/%2e%2e/etc/passwd", "/etc/passwd", "a%00b", "x" * 10_000])
+def test_the_name_in_a_path_is_not_looked_for_on_disk_and_not_repeated(server, path):
+    response = server.http.get(f"/v1/models/{path}")
+    assert error_of(response)[:2] == (404, "model")
+    assert "passwd" not in response.text
+    assert "xxx" not in response.text
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1e-8}, {"top_k": 1, "temperature": 1e9}], ids=str)
+def test_extreme_sampling_is_the_argmax_without_an_overflow(server, fields):
+    right = server.complete("hello", **GREEDY).json()["choices"][0]["text"]
+    assert server.complete("hello", **{**GREEDY, **fields}).json()["choices"][0]["text"] == right
+
+
+def test_a_top_k_of_0_or_minus_1_is_off(server):
+    fields = {**GREEDY, "temperature": 1, "seed": 3}
+    texts = {
+        server.complete("hello", **fields, **more).json()["choices"][0]["text"]
+        for more in ({}, {"top_k": 0}, {"top_k": -1})
+    }
+    assert len(texts) == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -211,6 +245,8 @@ def test_other_models_are_not_found_and_their_name_is_not_repeated(server, name)
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["a"] * 1000}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 9, "min_tokens": 10}, "min_tokens"),
+        ({"max_tokens": 9999, "min_tokens": 300}, "min_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": [{}]}, "tools"),
         ({"suffix": "b"}, "suffix"),

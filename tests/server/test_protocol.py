@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lean.server.config import MOST_ENTRIES, MOST_MESSAGES
 from lean.server.errors import ApiError
 from lean.server.messages import turns_of
 from lean.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, read_body, unknown_fields
@@ -102,6 +103,28 @@ def test_a_body_of_many_faults_is_refused_for_the_first_one():
     for messages in ([1] * 10_000, [{"role": 1}] * 10_000, [*HI["messages"] * 20_000]):
         assert (refusal(chat, messages=messages).param or "").startswith("messages")
     assert refusal(chat, logit_bias={str(index): "x" for index in range(10_000)}).param == "logit_bias"
+
+
+def test_reading_ends_with_the_first_entry_too_many():
+    error = refusal(chat, logit_bias={str(index): 1 for index in range(MOST_ENTRIES + 1)})
+    assert (error.param, error.message) == ("logit_bias", f"logit_bias has more than {MOST_ENTRIES} entries")
+    assert len(chat(logit_bias={str(index): 1 for index in range(MOST_ENTRIES)}).logit_bias) == MOST_ENTRIES
+    error = refusal(chat, messages=HI["messages"] * (MOST_MESSAGES + 2))
+    assert error.param == f"messages[{MOST_MESSAGES}]"
+    assert len(chat(messages=HI["messages"] * MOST_MESSAGES).messages) == MOST_MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("stop", [1] * 9), ("stop_token_ids", ["a"] * 9), ("logit_bias", {str(i): "x" for i in range(9)})],
+)
+def test_the_size_of_a_field_is_looked_at_before_its_entries(field, value):
+    def check_size(name, found):
+        if name == field:
+            raise ApiError(400, f"{name} has {len(found)} entries", name)
+
+    body = json.dumps({**HI, field: value}).encode()
+    assert refusal(read_body, ChatRequest, body, check_size).message == f"{field} has 9 entries"
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])

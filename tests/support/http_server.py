@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from contextlib import contextmanager
@@ -42,6 +43,12 @@ def chat_checkpoint(folder, to):
 def loader(folder, **settings):
     """What makes a server's engine."""
     return lambda: LLM(str(folder), EngineConfig(**{**SETTINGS, **settings}))
+
+
+def own_address():
+    """A loopback address of this process (Linux has 16 million): no other one takes a port that becomes free there."""
+    number = os.getpid()
+    return f"127.{1 + number // 65536 % 254}.{number // 256 % 256}.{number % 256}"
 
 
 class Served:

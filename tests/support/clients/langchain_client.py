@@ -1,5 +1,5 @@
 """What langchain-openai (https://github.com/langchain-ai/langchain) makes of a server. A script, see
-tests/server/test_clients.py.
+tests/support/client_process.py.
 
     python langchain_client.py URL KEY
 

@@ -1,5 +1,5 @@
 """What openai-python (https://github.com/openai/openai-python) makes of a server. A script, see
-tests/server/test_clients.py.
+tests/support/client_process.py.
 
     python openai_client.py URL KEY
 

@@ -1,4 +1,4 @@
-"""openai-python comes again after a refusal that says when. A script, see tests/server/test_clients.py.
+"""openai-python comes again after a refusal that says when. A script, see tests/support/client_process.py.
 
     python openai_retries.py URL KEY
 

@@ -1,5 +1,5 @@
 """What pydantic-ai (https://github.com/pydantic/pydantic-ai) makes of a server. A script, see
-tests/server/test_clients.py.
+tests/support/client_process.py.
 
     python pydantic_ai_client.py URL KEY
 
