@@ -191,6 +191,20 @@ def pack_int8(parts: Iterable[torch.Tensor], outputs: int, inputs: int) -> tuple
     return codes, scales, (lost / whole) ** 0.5 if whole else 0.0
 
 
+def join_int8(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], outputs: int, inputs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of a weight that comes in codes of 8 bits: parts of codes [rows, in] int8, scales [rows, 1]."""
+    codes = torch.empty(outputs, inputs, dtype=torch.int8)
+    scales = torch.empty(outputs, dtype=torch.bfloat16)
+    start = 0
+    for part, scale, _ in parts:
+        rows = slice(start, start + len(part))
+        codes[rows], scales[rows] = part, scale[:, 0]
+        start += len(part)
+    return codes, scales
+
+
 def rows_at_once(inputs: int, elements: int = 1 << 20) -> int:
     """How many rows a part of a weight has: a multiple of ROWS, with about ``elements`` numbers in all."""
     return max(1, elements // (inputs * ROWS)) * ROWS

@@ -1,8 +1,8 @@
 """Which weights of a model stay in 4 or 8 bits, and the packed layers that take the places of its own.
 
-Three methods. stored: the tensors of a GGUF file as they are, int4 where the file has groups of 4-bit codes, else int8.
-int4 and int8: made from any weights at load. Embedding and head are int8 in all of them, and one tensor where they are
-tied. A weight whose error as int8 is above MOST_ERROR stays exact.
+Three methods. stored: the quantized tensors of the files as they are, int4 where these have groups of 4-bit codes, else
+int8. int4 and int8: made from any weights at load. Embedding and head are int8 in all of them where they are quantized,
+and one tensor where they are tied. A weight whose error as int8 is above MOST_ERROR stays exact.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lean.quant.packed import (
     Int8Linear,
     int4_bytes,
     int8_bytes,
+    join_int8,
     pack_int4,
     pack_int8,
     row_parts,
@@ -35,11 +36,13 @@ from lean.quant.rounding import nearest_groups
 from lean.quant.trial import is_slow
 from lean.quant.weight_use import WeightUse
 from lean.quant.weights import let_go
-from lean.store.gguf.groups import GROUP, GROUPED, UNQUANTIZED, grouped_rows
-from lean.store.gguf.tensors import decoded_rows
-from lean.store.gguf.weights import GgufModel, Target, filled, row_order
+from lean.store.gguf.weights import GgufModel
+from lean.store.matrix import StoredMatrix
+from lean.store.prequantized.plan import QuantizedModel
 
 Kind = Literal["int4", "int8"]
+Stored = GgufModel | QuantizedModel
+GROUP = 32  # inputs that share a scale and a zero in weights that are quantized at load
 PACKED = ("stored", "int4", "int8")
 # Routers choose experts and are small: an error there is the wrong expert. Some models read their weight by themselves.
 ROUTERS = {"router", "gate", "wg", "classifier"}
@@ -54,7 +57,8 @@ class Weight:
 
     Attributes:
         path: of its module. head: path of a head that is tied to it.
-        target: what it is made from; None where the module has it already.
+        stored: what it is made from; None where the module has it already.
+        group: inputs that share a scale and a zero, of int4.
     """
 
     path: str
@@ -62,13 +66,14 @@ class Weight:
     inputs: int
     kind: Kind
     head: str | None = None
-    target: Target | None = None
+    stored: StoredMatrix | None = None
+    group: int = GROUP
 
     @property
     def nbytes(self) -> int:
         if self.kind == "int8":
             return int8_bytes(self.outputs, self.inputs)
-        return int4_bytes(self.outputs, self.inputs, GROUP)
+        return int4_bytes(self.outputs, self.inputs, self.group)
 
 
 @dataclass(frozen=True)
@@ -92,20 +97,22 @@ class Packing:
 
     @property
     def left_out(self) -> set[str]:
-        """Names of the module's tensors that come from the file when they are packed."""
-        return {weight.target.name for weight in self.weights if weight.target is not None}
+        """Names of the module's tensors that come from the files when they are packed."""
+        return {weight.stored.name for weight in self.weights if weight.stored is not None}
 
 
-def choose_method(config: EngineConfig, dtype: torch.dtype, device: torch.device, is_gguf: bool) -> str | None:
+def choose_method(config: EngineConfig, dtype: torch.dtype, device: torch.device, stored: Stored | None) -> str | None:
     """What `--quantization` means for a model: one of PACKED, a method of bitsandbytes, or None.
+
+    ``stored``: what its files hold, where they may be quantized.
 
     Raises:
         ConfigError: int4 or int8 does not work in this dtype or on this device.
     """
     asked = config.quantization
     works = dtype is torch.bfloat16 and device.type == "cpu"
-    if asked == "auto":
-        return "stored" if is_gguf and works else None
+    if asked == "auto" or (asked is None and isinstance(stored, QuantizedModel)):
+        return "stored" if stored is not None and works else None
     if asked in ("int4", "int8") and not works:
         instead = "--dtype bfloat16" if device.type == "cpu" else "bnb-4bit"
         raise ConfigError(
@@ -121,16 +128,23 @@ def may_pack(config: EngineConfig, device: torch.device) -> bool:
     return packs and device.type == "cpu"
 
 
-def why_nothing_to_keep(name: str, dtype: torch.dtype, device: torch.device, is_gguf: bool) -> str:
-    """A line about ``auto`` on a model that it leaves unquantized."""
-    if is_gguf:
-        where = f"in {str(dtype).removeprefix('torch.')} on {device.type}"
-        return f"quantization auto has no effect {where}: packed weights need bfloat16 on a CPU"
-    return f"quantization auto has no effect: {name} was not read from a GGUF file; int4 and int8 quantize any weights"
+def why_nothing_is_kept(
+    asked: str | None, name: str, dtype: torch.dtype, device: torch.device, stored: Stored | None
+) -> str | None:
+    """A line about weights that become unquantized though nobody asked for that; ``asked``: `--quantization`."""
+    where = f"in {str(dtype).removeprefix('torch.')} on {device.type}"
+    need = "packed weights need bfloat16 on a CPU"
+    if isinstance(stored, QuantizedModel) and asked in (None, "auto"):
+        return f"the weights that {stored.method} quantized are dequantized {where}: {need}"
+    if asked != "auto":
+        return None
+    if stored is not None:
+        return f"quantization auto has no effect {where}: {need}"
+    return f"quantization auto has no effect: {name} is not quantized; int4 and int8 quantize any weights"
 
 
 def plan_packing(
-    model: Any, method: str, gguf: GgufModel | None, dtype: torch.dtype, name: str, may_time: bool = True
+    model: Any, method: str, stored: Stored | None, dtype: torch.dtype, name: str, may_time: bool = True
 ) -> Packing:
     """What to pack in a model whose weights need no values.
 
@@ -140,7 +154,7 @@ def plan_packing(
     Raises:
         ConfigError: int4 or int8 was asked for, and no weight of the model ``name`` can be packed.
     """
-    targets = {target.name: target for target in gguf.targets} if gguf is not None else {}
+    targets: dict[str, StoredMatrix] = {} if stored is None else {target.name: target for target in stored.targets}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     paths = {id(module): path for path, module in model.named_modules()}
@@ -163,7 +177,8 @@ def plan_packing(
             kind: Kind | None = "int4" if chosen == "int4" else "int8" if chosen == "int8" else None
             if kind is not None:
                 also = paths[id(head)] if tied and owner is embedding else None
-                weights.append(Weight(paths[id(owner)], weight.shape[0], weight.shape[1], kind, also, target))
+                group = target.group if target is not None and target.kind == "int4" else GROUP
+                weights.append(Weight(paths[id(owner)], weight.shape[0], weight.shape[1], kind, also, target, group))
             else:
                 kept[chosen] += 1
     if method == "stored" and may_time:
@@ -178,7 +193,7 @@ def plan_packing(
     return Packing(method, tuple(weights), dict(sorted(kept.items())), nbytes)
 
 
-def _choose(module: Any, embedding: Any, weight: torch.Tensor, method: str, target: Target | None) -> str:
+def _choose(module: Any, embedding: Any, weight: torch.Tensor, method: str, stored: StoredMatrix | None) -> str:
     """The kind of a weight, or why it stays exact."""
     if weight.dim() > 2:
         return "experts in one tensor"
@@ -186,17 +201,15 @@ def _choose(module: Any, embedding: Any, weight: torch.Tensor, method: str, targ
     scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
     if not (type(module) is nn.Linear or (is_embedding and (type(module) is nn.Embedding or scaled))):
         return "no linear layer"
+    if stored is not None and stored.kind == "other":
+        return "stored in another shape"
+    if method == "stored" and (stored is None or stored.kind == "exact"):
+        return "stored unquantized" if stored is None else f"stored as {stored.format}"
     outputs, inputs = weight.shape
-    grouped = stored = False
-    if target is not None:
-        if len(target.origins) != 1 or target.change not in ("as_is", "interleave"):
-            return "stored in another shape"
-        [origin] = target.origins
-        grouped, stored = origin.type in GROUPED, origin.type in UNQUANTIZED
-        if stored and method == "stored":
-            return f"stored as {origin.type_name}"
+    grouped = stored is not None and stored.kind == "int4"
+    group = stored.group if stored is not None and grouped else GROUP
     four = method != "int8" and not is_embedding and (grouped or method == "int4")
-    if four and (grouped or not _is_head(module, weight, embedding)) and not why_not_int4(outputs, inputs, GROUP):
+    if four and (grouped or not _is_head(module, weight, embedding)) and not why_not_int4(outputs, inputs, group):
         return "int4"
     return why_not_int8(outputs, inputs) or "int8"
 
@@ -223,8 +236,8 @@ def pack(module: Any, packing: Packing, fixed: bool) -> WeightUse:
         made = _made(weight, old, fixed)
         if made is None:
             kept[_LOSES] += 1
-            if weight.target is not None:
-                _set_weight(module, weight, nn.Parameter(filled(weight.target, old.weight.dtype), False))
+            if weight.stored is not None:
+                _set_weight(module, weight, nn.Parameter(weight.stored.filled(old.weight.dtype), False))
             continue
         layer, held = made
         module.set_submodule(weight.path, layer)
@@ -255,11 +268,14 @@ def _made(weight: Weight, old: Any, fixed: bool) -> tuple[nn.Module, tuple[torch
     """(the layer with the packed weight, its codes and scales); None where int8 loses too much."""
     bias, shape = getattr(old, "bias", None), (weight.outputs, weight.inputs)
     if weight.kind == "int4":
-        held = pack_int4(_groups(weight, old), *shape, GROUP)
+        held = pack_int4(_groups(weight, old), *shape, weight.group)
         return Int4Linear(*held, weight.outputs, bias, fixed), held
-    codes, scales, error = pack_int8(_values(weight, old), *shape)
-    if error > MOST_ERROR:
-        return None
+    if weight.stored is not None and weight.stored.kind == "int8":
+        codes, scales = join_int8(weight.stored.codes(rows_at_once(weight.inputs)), *shape)
+    else:
+        codes, scales, error = pack_int8(_values(weight, old), *shape)
+        if error > MOST_ERROR:
+            return None
     if not isinstance(old, nn.Embedding):
         return Int8Linear(codes, scales, bias, fixed), (codes, scales)
     factor = getattr(old, "embed_scale", None)
@@ -269,19 +285,16 @@ def _made(weight: Weight, old: Any, fixed: bool) -> tuple[nn.Module, tuple[torch
 
 def _values(weight: Weight, old: Any) -> Iterator[torch.Tensor]:
     """Rows in float32, part by part."""
-    if weight.target is None:
+    if weight.stored is None:
         return row_parts(old.weight)
-    target = weight.target
-    parts = decoded_rows(target.origins[0], rows_at_once(weight.inputs), row_order(target))
-    return (part.float() for part in parts)
+    return weight.stored.values(rows_at_once(weight.inputs))
 
 
 def _groups(weight: Weight, old: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Codes, scales and zeros of rows, part by part: as the file has them, or the nearest."""
-    target = weight.target
-    if target is not None and target.origins[0].type in GROUPED:
-        return grouped_rows(target.origins[0], rows_at_once(weight.inputs), row_order(target))
-    return (nearest_groups(values, GROUP) for values in _values(weight, old))
+    if weight.stored is not None and weight.stored.kind == "int4":
+        return weight.stored.codes(rows_at_once(weight.inputs))
+    return (nearest_groups(values, weight.group) for values in _values(weight, old))
 
 
 def _set_weight(module: Any, weight: Weight, value: nn.Parameter) -> None:

@@ -20,6 +20,7 @@ from lean.model.load import load_model
 from lean.quant import packed
 from lean.quant.packed import Int4Linear, Int8Embedding, Int8Linear, rows_at_once
 from lean.report import model_report, start_up_line, weights_line, weights_report
+from lean.store.gguf import weights
 from lean.store.gguf.file import read_gguf
 from lean.store.gguf.tensors import dequantize
 from lean.store.source import resolve
@@ -217,7 +218,7 @@ def test_the_start_up_line_and_the_reports_say_what_was_packed(tiny, tmp_path, m
 def test_a_file_is_read_part_by_part(tiny, tmp_path, monkeypatch):
     """Before a weight is packed the module holds one number for it, and a few rows of the file are read at a time."""
     file = file_of(tiny("llama", **TIED), tmp_path, Q4_1, monkeypatch, embedding=Q8_0)
-    made, parts, reading = packing._made, [], packing.grouped_rows
+    made, parts, reading = packing._made, [], weights.grouped_rows
 
     def seen(weight, old, fixed):
         assert old.weight.untyped_storage().nbytes() == 2, weight.path
@@ -229,7 +230,7 @@ def test_a_file_is_read_part_by_part(tiny, tmp_path, monkeypatch):
             yield part
 
     monkeypatch.setattr(packing, "_made", seen)
-    monkeypatch.setattr(packing, "grouped_rows", counted)
+    monkeypatch.setattr(weights, "grouped_rows", counted)
     monkeypatch.setattr(packing, "rows_at_once", lambda inputs: 64)
     use = read(file).weights
     assert use.num_quantized == 15
@@ -326,8 +327,8 @@ def test_auto_means_none_in_another_dtype_and_says_so(tiny, tmp_path, monkeypatc
 
 def test_a_gpu_keeps_no_packed_weights():
     gpu = torch.device("cuda")
-    assert packing.choose_method(EngineConfig(quantization="auto"), torch.bfloat16, gpu, True) is None
-    message = refusal(packing.choose_method, EngineConfig(quantization="int4"), torch.bfloat16, gpu, True)
+    assert packing.choose_method(EngineConfig(quantization="auto"), torch.bfloat16, gpu, None) is None
+    message = refusal(packing.choose_method, EngineConfig(quantization="int4"), torch.bfloat16, gpu, None)
     assert "on cuda: use bnb-4bit" in message
 
 
