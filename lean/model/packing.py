@@ -18,6 +18,7 @@ from torch import nn
 from lean.config import EngineConfig
 from lean.errors import ConfigError
 from lean.model.shapes import decoder_of
+from lean.model.verdicts import is_slow
 from lean.quant.packed import (
     Int4Linear,
     Int8Embedding,
@@ -33,7 +34,6 @@ from lean.quant.packed import (
     why_not_int8,
 )
 from lean.quant.rounding import nearest_groups
-from lean.quant.trial import is_slow
 from lean.quant.weight_use import WeightUse
 from lean.quant.weights import let_go
 from lean.store.gguf.weights import GgufModel
