@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lean.model.packing import Packing
     from lean.quant.weight_use import WeightUse
     from lean.store.gguf.file import GgufFile
-    from lean.store.prequantized.plan import QuantizedModel
+    from lean.store.prequantized.plan import CheckpointModel
 
 
 def start_up_line(llm: "LLM") -> str:
@@ -202,7 +202,7 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     from lean.model.info import inspect_model
     from lean.quant import NAMES, raw_format
     from lean.store.gguf.weights import GgufModel
-    from lean.store.prequantized.plan import QuantizedModel
+    from lean.store.prequantized.plan import CheckpointModel
     from lean.store.source import resolve
 
     source = resolve(name, trust_remote_code=trust_remote_code)
@@ -228,12 +228,12 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     return {
         "path": str(info.source.folder / (info.source.gguf_file or "")),
         **({"gguf": _gguf_line(info.stored.file)} if isinstance(info.stored, GgufModel) else {}),
-        **({"quantized_by": _method_line(info.stored)} if isinstance(info.stored, QuantizedModel) else {}),
+        **({"quantized_by": _method_line(info.stored)} if isinstance(info.stored, CheckpointModel) else {}),
         "architecture": info.architecture,
         "model_type": info.config.model_type,
         "parameters": info.parameters,
         "dtype": str(info.dtype).removeprefix("torch."),
-        "weights": packing_line(packing, exact_bytes, isinstance(info.stored, QuantizedModel)),
+        "weights": packing_line(packing, exact_bytes, isinstance(info.stored, CheckpointModel)),
         "weight_bytes": exact_bytes,
         "weight_bytes_packed": packing.nbytes if packing is not None and packing.weights else None,
         "layers": len(layers),
@@ -259,7 +259,6 @@ def _gguf_line(gguf: "GgufFile") -> str:
     return f"{gguf.metadata['general.architecture']}, {parts}; tensors: {counted}"
 
 
-def _method_line(stored: "QuantizedModel") -> str:
-    """Who quantized the weights, and how many of them in how many bits."""
-    counts = Counter(target.bits for target in stored.targets)
-    return f"{stored.method}, {', '.join(f'{count} tensors in {bits} bits' for bits, count in sorted(counts.items()))}"
+def _method_line(stored: "CheckpointModel") -> str:
+    """Who quantized the weights."""
+    return f"{stored.method}, {len(stored.targets)} tensors"

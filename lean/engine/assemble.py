@@ -141,7 +141,7 @@ def _check_loaded(model: LoadedModel, config: EngineConfig, device: torch.device
         raise ConfigError(
             f"device {config.device} was requested, but the loaded model is on {model.device}: load the model again"
         )
-    model.check_weights(config.quantization, config.deterministic)
+    model.check_weights(config.quantization, config.deterministic, config.compile)
 
 
 def _choose_kernels(device: torch.device, needs: list[Need]) -> str:

@@ -35,7 +35,7 @@ from lean.store.gguf.file import GgufFile, read_gguf
 from lean.store.gguf.weights import plan_weights, unused_notes
 from lean.store.library import ABOUT_CONFIG, attempt, quiet
 from lean.store.prequantized.files import TensorFiles
-from lean.store.prequantized.plan import plan_quantized
+from lean.store.prequantized.plan import plan_experts, plan_quantized
 from lean.store.prequantized.scheme import METHODS
 from lean.store.source import ModelSource
 from lean.units import ENDLESS
@@ -43,6 +43,7 @@ from lean.units import ENDLESS
 _CPU = torch.device("cpu")
 # Layer types of configurations. What such a layer computes is seen when the forward pass is followed.
 _KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+_MULTIMODAL = "{name} ({kind}) is multimodal: lean reads its text model, and no images or audio"
 _QUICKLY_BUILT = 256  # layers: whatever the files hold, so that a model of an unsupported kind is refused as such
 
 
@@ -289,14 +290,14 @@ def inspect_model(
     elif not getattr(full, "quantization_config", None):
         _check_shapes(skeleton, tensors, source.name)
     notes = [*about_dtype, *_notes(raw, text), *(unused_notes(gguf.tensors) if gguf is not None else ())]
-    if key_mapping:
-        notes.append(
-            f"{source.name} ({full.model_type}) is multimodal: lean reads its text model, and no images or audio"
-        )
+    notes += [_MULTIMODAL.format(name=source.name, kind=full.model_type)] if key_mapping else []
     notes += shapes.notes(followed, text)
     method, packing = choose_method(config, dtype, device, stored), None
     if method in PACKED:
-        packing = plan_packing(skeleton, method, stored, dtype, source.name, may_time=not config.deterministic)
+        if stored is None and not key_mapping:
+            stored = plan_experts(TensorFiles(source.folder, tensors), skeleton)
+        may = {"may_time": not config.deterministic, "may_loop": not config.compile}
+        packing = plan_packing(skeleton, method, stored, dtype, source.name, **may)
     elif why := why_nothing_is_kept(config.quantization, source.name, dtype, device, stored):
         notes.append(why)
     notes += _window_note(text, followed.layers, type(skeleton).__name__)

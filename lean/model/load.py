@@ -21,13 +21,14 @@ from lean.model.packages import require_for_weights
 from lean.model.packing import Stored, pack
 from lean.model.shapes import decoder_of
 from lean.model.tokenizer import read_tokenizer
+from lean.quant.packed_experts import PackedExperts
 from lean.quant.weight_use import WeightUse
 from lean.quant.weights import check_quantization, quantize_linears
 from lean.store.gguf.file import GgufFile, read_gguf
 from lean.store.gguf.tokenizer import load_gguf_tokenizer
 from lean.store.gguf.weights import GgufModel, load_weights, read_model
 from lean.store.library import attempt
-from lean.store.prequantized.plan import QuantizedModel
+from lean.store.prequantized.plan import CheckpointModel
 from lean.store.source import ModelSource
 
 log = logging.getLogger("lean")
@@ -75,7 +76,7 @@ class LoadedModel:
             return _DecoderResult(lean_hidden)
         return self._run_decoder(*args, **kwargs)
 
-    def check_weights(self, quantization: str | None, deterministic: bool) -> None:
+    def check_weights(self, quantization: str | None, deterministic: bool, compiled: bool = False) -> None:
         """Raise ConfigError where an engine needs other weights than these."""
         if quantization not in (None, "auto", "none", self.info.quantization):
             raise ConfigError(
@@ -86,6 +87,11 @@ class LoadedModel:
             raise ConfigError(
                 f"--deterministic is not possible with the {self.weights.name} weights of the loaded model: remove it, "
                 "or load the model with it"
+            )
+        if compiled and any(isinstance(part, PackedExperts) for part in self.module.modules()):
+            raise ConfigError(
+                "--compile is not possible with the packed experts of the loaded model: remove it, or load the model "
+                "with it"
             )
 
     @property
@@ -280,7 +286,7 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
         weights = attempt(source.name, pack, module, info.packing, deterministic)
     elif info.quantization:
         weights = attempt(source.name, quantize_linears, module, decoder_of(module), info.quantization, device)
-    if isinstance(stored, QuantizedModel):
+    if isinstance(stored, CheckpointModel):
         stored.files.close()
     info = replace(info, stored=None if file is not None else info.stored, packing=None)
     return LoadedModel(info, module.to(device), tokenizer, frozenset(eos), generation, weights)

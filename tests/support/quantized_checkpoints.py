@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column whose code lies in each place of a word, lowest bits first
-LAYER = re.compile(r"(.+\.layers\.\d+\.(?:self_attn|mlp)\..+)\.weight")
+LAYER = re.compile(r"(.+\.layers\.\d+\.(?:self_attn|mlp)\..+_proj)\.weight")  # neither norms nor routers
 FORMS = ("gptq", "gptq_v2", "awq", "packed", "packed_asym", "packed8", "int8")
 
 
@@ -110,7 +110,7 @@ def write_quantized(
     shutil.copytree(folder, target)
     tensors, random, weights = load_file(folder / "model.safetensors"), np.random.default_rng(0), {}
     for name in sorted(tensors):
-        if (LAYER.fullmatch(name) and tensors[name].dim() == 2 and "norm" not in name) or name in also:
+        if (LAYER.fullmatch(name) and tensors[name].dim() == 2) or name in also:
             stem = name.removesuffix(".weight")
             drawn = Drawn(tuple(tensors.pop(name).shape), form, group, random)
             weights[stem] = drawn.weight

@@ -14,7 +14,7 @@ from lean.store.gguf.file import GgufFile
 from lean.store.gguf.groups import GROUP, GROUPED, UNQUANTIZED, grouped_rows
 from lean.store.gguf.header import GgufTensor
 from lean.store.gguf.tensors import decoded_rows, dequantize, require_decoder
-from lean.store.matrix import StoredKind
+from lean.store.matrix import StoredKind, StoredMatrix, joined
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,10 +25,42 @@ KNOWN_UNUSED = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?|rope\.freqs")
 
 
 @dataclass(frozen=True)
+class TensorRows:
+    """Rows of a tensor of a file; see `lean.store.matrix.StoredMatrix`.
+
+    Attributes:
+        span, order: see `lean.store.gguf.tensors.ordered_rows`.
+    """
+
+    tensor: GgufTensor
+    span: tuple[int, int] | None = None
+    order: np.ndarray | None = None
+
+    @property
+    def kind(self) -> StoredKind:
+        kind = self.tensor.type
+        return "int4" if kind in GROUPED else "exact" if kind in UNQUANTIZED else "coarse"
+
+    @property
+    def format(self) -> str:
+        return self.tensor.type_name
+
+    @property
+    def group(self) -> int:
+        return GROUP
+
+    def codes(self, rows_at_once: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return grouped_rows(self.tensor, rows_at_once, self.order, self.span)
+
+    def values(self, rows_at_once: int) -> Iterator[torch.Tensor]:
+        return (part.float() for part in decoded_rows(self.tensor, rows_at_once, self.order, self.span))
+
+
+@dataclass(frozen=True)
 class Target:
     """One tensor of the module and what it is made from; without origins it is 0.
 
-    A matrix is a `lean.store.matrix.StoredMatrix`.
+    See `lean.store.matrix.StoredTensor`.
     """
 
     name: str
@@ -37,26 +69,17 @@ class Target:
     change: Change
     heads: int = 1
 
-    @property
-    def kind(self) -> StoredKind:
+    def matrix(self) -> StoredMatrix | None:
         if len(self.origins) != 1 or self.change not in ("as_is", "interleave"):
-            return "other"
-        [origin] = self.origins
-        return "int4" if origin.type in GROUPED else "exact" if origin.type in UNQUANTIZED else "coarse"
+            return None
+        return TensorRows(self.origins[0], order=row_order(self))
 
-    @property
-    def format(self) -> str:
-        return " and ".join(dict.fromkeys(origin.type_name for origin in self.origins))
-
-    @property
-    def group(self) -> int:
-        return GROUP
-
-    def codes(self, rows_at_once: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        return grouped_rows(self.origins[0], rows_at_once, row_order(self))
-
-    def values(self, rows_at_once: int) -> Iterator[torch.Tensor]:
-        return (part.float() for part in decoded_rows(self.origins[0], rows_at_once, row_order(self)))
+    def expert(self, index: int) -> StoredMatrix | None:
+        if self.change not in ("as_is", "transpose", "stack", "weave"):
+            return None
+        spans = ((origin, index * origin.shape[1]) for origin in self.origins)
+        parts = tuple(TensorRows(origin, (first, first + origin.shape[1])) for origin, first in spans)
+        return joined(parts, in_turn=self.change == "weave")
 
     def filled(self, dtype: torch.dtype) -> torch.Tensor:
         import torch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lean.store.matrix import StoredKind
+from lean.store.matrix import StoredKind, StoredMatrix
 from lean.store.prequantized.files import TensorFiles
 from lean.store.prequantized.scheme import STEP, Scheme
 from lean.store.prequantized.words import AWQ_ORDER, columns, one_more, rows
@@ -23,9 +23,17 @@ _MOST_GROUP = 256  # of the int4 product
 _ELEMENTS = 1 << 20  # numbers that are made at a time
 
 
+def fill(out: torch.Tensor, matrix: StoredMatrix) -> None:
+    """Write the numbers of a matrix to ``out`` [outputs, inputs], part by part."""
+    start = 0
+    for values in matrix.values(max(8, _ELEMENTS // out.shape[1] // 8 * 8)):
+        out[start : start + len(values)] = values
+        start += len(values)
+
+
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix [outputs, inputs] of the module; see `lean.store.matrix.StoredMatrix`.
+    """A matrix [outputs, inputs] of the module; see `lean.store.matrix`.
 
     Attributes:
         stem: name of the layer in the files.
@@ -72,12 +80,15 @@ class QuantizedMatrix:
             codes = self._codes(part).float().unflatten(1, (-1, self.stored_group))
             yield ((codes - zeros[part, :, None]) * scales[part, :, None]).flatten(1)
 
+    def matrix(self) -> StoredMatrix:
+        return self
+
+    def expert(self, index: int) -> None:
+        return None
+
     def filled(self, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(self.shape, dtype=dtype)
-        start = 0
-        for values in self.values(max(8, _ELEMENTS // self.shape[1] // 8 * 8)):
-            out[start : start + len(values)] = values
-            start += len(values)
+        fill(out, self)
         return out
 
     def _read(self, names: dict[str, str]) -> torch.Tensor:

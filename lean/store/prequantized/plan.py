@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from lean.errors import ModelError, one_line
 from lean.store.prequantized.files import TensorFiles
 from lean.store.prequantized.matrix import ORDER, SCALES, WHOLE_BYTES, WORDS, ZEROS, QuantizedMatrix
 from lean.store.prequantized.scheme import STEP, WHOLE_ROW, Method, Scheme, read_scheme
+from lean.store.prequantized.stack import ExactMatrix, ExpertStack, exact_stacks, stacked_layers
 
 _SHAPE = "weight_shape"  # of compressed-tensors; the module has it, too
 _KINDS = {"words": WORDS, "scales": SCALES, "zeros": ZEROS, "order": ORDER}
@@ -20,18 +20,19 @@ _FLOATS = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True)
-class QuantizedModel:
+class CheckpointModel:
     """A checkpoint whose tensors all have their place in transformers' module.
 
     Attributes:
-        targets: the matrices that are quantized.
+        method: who quantized it; None: nobody.
+        targets: the tensors of the module that are quantized, or made of the matrices of experts.
         exact: names of the other tensors in the files.
         model_class: transformers' class.
     """
 
-    method: Method
+    method: Method | None
     files: TensorFiles
-    targets: tuple[QuantizedMatrix, ...]
+    targets: tuple[QuantizedMatrix | ExpertStack, ...]
     exact: tuple[str, ...]
     model_class: Any
 
@@ -44,7 +45,7 @@ class QuantizedModel:
         """What `from_pretrained` of transformers' class returns for these tensors, on the CPU.
 
         Args:
-            later: names of quantized matrices that are not read. They are zeros that take no memory.
+            later: names of ``targets`` that are not read. They are zeros that take no memory.
             arguments: of `from_pretrained`.
 
         Raises:
@@ -59,7 +60,7 @@ class QuantizedModel:
 
 def plan_quantized(
     files: TensorFiles, settings: Mapping[str, Any], method: Method, module: Any, name: str
-) -> QuantizedModel:
+) -> CheckpointModel:
     """Where the tensors of a folder go in a module, on any device. Reads the orders of inputs, and no weights.
 
     Args:
@@ -84,14 +85,41 @@ def plan_quantized(
     shapes = {key: tuple(weight.shape) for key, weight in module.state_dict().items()}
     tied = _tied_head(module)
     targets, used = [], set[str]()
+    stacks = stacked_layers(stems, module)
+    experts = {stem for layers in stacks.values() for each in layers for stem in each}
     for stem, found in stems.items():
         used |= {f"{stem}.{part}" for part in found}
         used |= _zero_bias(stem, shapes, scheme, files)
+        if stem in experts:
+            continue
         place = _place(stem, module, shapes, scheme)
         if place != tied:
             targets.append(_matrix(stem, place, shapes[place], scheme, files))
+    made = [_stack(place, shapes[place], layers, scheme, files) for place, layers in stacks.items()]
     files.close()
-    return QuantizedModel(method, files, tuple(targets), tuple(key for key in entries if key not in used), type(module))
+    exact = tuple(key for key in entries if key not in used)
+    return CheckpointModel(method, files, (*targets, *made), exact, type(module))
+
+
+def plan_experts(files: TensorFiles, module: Any) -> CheckpointModel | None:
+    """An unquantized checkpoint that has a matrix for each expert, so that none is put together before it is packed.
+
+    None where it has none, or puts them together in another way than lean knows.
+    """
+    stacks = exact_stacks(files, module)
+    if not stacks:
+        return None
+    used = {part.key for stack in stacks for parts in stack.parts for part in parts if isinstance(part, ExactMatrix)}
+    return CheckpointModel(None, files, stacks, tuple(key for key in files.entries if key not in used), type(module))
+
+
+def _stack(
+    place: str, shape: tuple[int, ...], layers: list[tuple[str, ...]], scheme: Scheme, files: TensorFiles
+) -> ExpertStack:
+    """The quantized experts of a layer."""
+    own = (shape[1] // len(layers[0]), shape[2])
+    parts = tuple(tuple(_matrix(stem, place, own, scheme, files) for stem in each) for each in layers)
+    return ExpertStack(place, shape, parts)
 
 
 def _is_whole(key: str, method: Method, files: TensorFiles) -> bool:
@@ -113,9 +141,8 @@ def _place(stem: str, module: Any, shapes: Mapping[str, tuple[int, ...]], scheme
     for path in (stem, f"{module.base_model_prefix}.{stem}"):
         if f"{path}.weight" in shapes and isinstance(module.get_submodule(path), torch.nn.Linear):
             return f"{path}.weight"
-    what = "experts that are quantized one by one" if re.search(r"\.experts\.\d+\.", stem) else f"layer {_short(stem)}"
     raise ModelError(
-        f"{scheme.model}: {scheme.method} quantized {what}, for which lean has no place in "
+        f"{scheme.model}: {scheme.method} quantized layer {_short(stem)}, for which lean has no place in "
         f"{type(module).__name__}: pass the unquantized checkpoint"
     )
 
