@@ -79,10 +79,11 @@ class EngineConfig:
             larger.
         dtype: dtype of weights and activations; ``auto`` is the checkpoint's, or what the GPU is fast in
             (`lean.model.dtype`).
-        quantization: of the weights. ``none``: all in ``dtype``; ``auto`` keeps a GGUF file's 4 or 8 bits, on a CPU in
-            bfloat16, and leaves other weights as they are; ``int4`` and ``int8`` quantize any checkpoint at load, on a
-            CPU (`lean.model.packing`); ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8, on a GPU): bitsandbytes quantizes the
-            decoder's linear layers.
+        quantization: of the weights. ``none``: all in ``dtype``; ``auto`` keeps the 4 or 8 bits of a GGUF file and of
+            a checkpoint that GPTQ, AWQ or compressed-tensors quantized, on a CPU in bfloat16, and leaves other weights
+            as they are; None: ``auto`` for such a checkpoint, else ``none``; ``int4`` and ``int8`` quantize any
+            checkpoint at load, on a CPU (`lean.model.packing`); ``bnb-4bit`` (NF4) or ``bnb-8bit`` (int8, on a GPU):
+            bitsandbytes quantizes the decoder's linear layers.
         device: ``auto`` is the first GPU that torch has code for, else the CPU.
         threads: CPU threads of this process; None: torch's choice, at most the CPU quota (`lean.threads`).
         deterministic: compute linear layers and expert products in fixed row tiles, so that neither the chunk size nor
@@ -111,7 +112,7 @@ class EngineConfig:
     max_num_seqs: int = 8
     max_num_batched_tokens: int | None = None
     dtype: str = "auto"
-    quantization: str = "none"
+    quantization: str | None = None
     device: str = "auto"
     threads: int | None = None
     deterministic: bool = False
@@ -131,9 +132,9 @@ class EngineConfig:
             refuse("block_size", f"must be one of {', '.join(map(str, BLOCK_SIZES))}")
         if self.dtype not in DTYPES:
             refuse("dtype", f"must be one of {', '.join(DTYPES)}")
-        if self.quantization not in QUANTIZATIONS:
+        if self.quantization not in (None, *QUANTIZATIONS):
             refuse("quantization", f"must be one of {', '.join(QUANTIZATIONS)}")
-        if self.quantization not in ("auto", "none") and self.dtype == "float64":
+        if self.quantization not in (None, "auto", "none") and self.dtype == "float64":
             refuse("quantization", "cannot be combined with dtype float64: remove one of them")
         for field, (least, most) in _RANGES.items():
             value = getattr(self, field)

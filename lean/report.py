@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lean.model.packing import Packing
     from lean.quant.weight_use import WeightUse
     from lean.store.gguf.file import GgufFile
+    from lean.store.prequantized.plan import CheckpointModel
 
 
 def start_up_line(llm: "LLM") -> str:
@@ -179,21 +180,29 @@ def closing_line(report: dict[str, Any]) -> str:
     )
 
 
-def packing_line(packing: "Packing | None", exact_bytes: int) -> str:
-    """What the weights of a model take, before they are loaded. ``exact_bytes``: unquantized."""
+def packing_line(packing: "Packing | None", exact_bytes: int, by_default: bool = False) -> str:
+    """What the weights of a model take, before they are loaded.
+
+    Args:
+        exact_bytes: unquantized.
+        by_default: they are packed where no flag says otherwise.
+    """
     if packing is None or not packing.weights:
         return f"{mib(exact_bytes)} unquantized"
     counts = [f"{count} {kind}" for kind, count in packing.formats.items()]
     counts += [f"{count} unquantized ({reason})" for reason, count in packing.kept.items()]
-    return (
-        f"{mib(exact_bytes)} unquantized; with --quantization auto {mib(packing.nbytes)}: {', '.join(counts)} tensors"
-    )
+    tensors = f"{mib(packing.nbytes)}: {', '.join(counts)} tensors"
+    if by_default:
+        return f"{tensors}; with --quantization none {mib(exact_bytes)} unquantized"
+    return f"{mib(exact_bytes)} unquantized; with --quantization auto {tensors}"
 
 
 def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The object of ``info --json``. Bytes cover all layers; null for a format that does not support the head_dim."""
     from lean.model.info import inspect_model
     from lean.quant import NAMES, raw_format
+    from lean.store.gguf.weights import GgufModel
+    from lean.store.prequantized.plan import CheckpointModel
     from lean.store.source import resolve
 
     source = resolve(name, trust_remote_code=trust_remote_code)
@@ -218,12 +227,13 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     layers, state_bytes = info.layers, bytes_of(info.states)
     return {
         "path": str(info.source.folder / (info.source.gguf_file or "")),
-        **({"gguf": _gguf_line(info.gguf.file)} if info.gguf else {}),
+        **({"gguf": _gguf_line(info.stored.file)} if isinstance(info.stored, GgufModel) else {}),
+        **({"quantized_by": _method_line(info.stored)} if isinstance(info.stored, CheckpointModel) else {}),
         "architecture": info.architecture,
         "model_type": info.config.model_type,
         "parameters": info.parameters,
         "dtype": str(info.dtype).removeprefix("torch."),
-        "weights": packing_line(packing, exact_bytes),
+        "weights": packing_line(packing, exact_bytes, isinstance(info.stored, CheckpointModel)),
         "weight_bytes": exact_bytes,
         "weight_bytes_packed": packing.nbytes if packing is not None and packing.weights else None,
         "layers": len(layers),
@@ -247,3 +257,8 @@ def _gguf_line(gguf: "GgufFile") -> str:
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     parts = f"{len(gguf.parts)} parts" if len(gguf.parts) > 1 else "one file"
     return f"{gguf.metadata['general.architecture']}, {parts}; tensors: {counted}"
+
+
+def _method_line(stored: "CheckpointModel") -> str:
+    """Who quantized the weights."""
+    return f"{stored.method}, {len(stored.targets)} tensors"

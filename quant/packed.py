@@ -52,6 +52,20 @@ def int8_bytes(outputs: int, inputs: int) -> int:
     return outputs * (inputs + 2)
 
 
+def int4_product(
+    rows: torch.Tensor, codes: torch.Tensor, group: int, scales: torch.Tensor, may_unpack: bool
+) -> torch.Tensor:
+    """rows [n, in] bfloat16 times a weight as `pack_int4` returns it -> [n, out + padding]."""
+    out = many_rows_int4(rows, codes, group, scales) if may_unpack else None
+    return _int4_product(rows, codes, group, scales) if out is None else out
+
+
+def int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, may_unpack: bool) -> torch.Tensor:
+    """rows [n, in] bfloat16 times codes [out, in] int8 and scales [out] bfloat16 -> [n, out]."""
+    out = many_rows_int8(rows, codes, scales) if may_unpack else None
+    return _int8_product(rows, codes, scales) if out is None else out
+
+
 class _Packed(nn.Module):
     """x [..., in] -> [..., out] of the same dtype, computed in bfloat16.
 
@@ -104,9 +118,7 @@ class Int4Linear(_Packed):
         self.group = self.in_features // scales.shape[0]
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._unpacks and (out := many_rows_int4(rows, self.codes, self.group, self.scales)) is not None:
-            return out[:, : self.out_features]
-        return _int4_product(rows, self.codes, self.group, self.scales)[:, : self.out_features]
+        return int4_product(rows, self.codes, self.group, self.scales, self._unpacks)[:, : self.out_features]
 
 
 class Int8Linear(_Packed):
@@ -121,9 +133,7 @@ class Int8Linear(_Packed):
         self.register_buffer("scales", scales)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._unpacks and (out := many_rows_int8(rows, self.codes, self.scales)) is not None:
-            return out
-        return _int8_product(rows, self.codes, self.scales)
+        return int8_product(rows, self.codes, self.scales, self._unpacks)
 
 
 class Int8Embedding(nn.Module):
@@ -173,8 +183,10 @@ def pack_int4(
     return packed, scales
 
 
-def pack_int8(parts: Iterable[torch.Tensor], outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """(codes, scales, relative Frobenius error) of a weight that comes as float parts of its rows."""
+def pack_int8(
+    parts: Iterable[torch.Tensor], outputs: int, inputs: int
+) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    """Codes and scales of a weight that comes as float parts of its rows, and the squares of its error and numbers."""
     codes = torch.empty(outputs, inputs, dtype=torch.int8)
     scales = torch.empty(outputs, dtype=torch.bfloat16)
     start, lost, whole = 0, 0.0, 0.0
@@ -188,7 +200,21 @@ def pack_int8(parts: Iterable[torch.Tensor], outputs: int, inputs: int) -> tuple
         lost += float((rounded.mul_(wide) - values).square().sum(dtype=torch.float64))
         whole += float(values.square().sum(dtype=torch.float64))
         start += len(values)
-    return codes, scales, (lost / whole) ** 0.5 if whole else 0.0
+    return codes, scales, lost, whole
+
+
+def join_int8(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], outputs: int, inputs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of a weight that comes in codes of 8 bits: parts of codes [rows, in] int8, scales [rows, 1]."""
+    codes = torch.empty(outputs, inputs, dtype=torch.int8)
+    scales = torch.empty(outputs, dtype=torch.bfloat16)
+    start = 0
+    for part, scale, _ in parts:
+        rows = slice(start, start + len(part))
+        codes[rows], scales[rows] = part, scale[:, 0]
+        start += len(part)
+    return codes, scales
 
 
 def rows_at_once(inputs: int, elements: int = 1 << 20) -> int:

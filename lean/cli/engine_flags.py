@@ -214,13 +214,14 @@ def _device_flags(
         ),
     ] = _DEFAULT.dtype,
     quantization: Annotated[
-        str,
-        typer.Option(
-            help="Weights: none (unquantized), auto (a GGUF file's in 4 and 8 bits, on a CPU in bfloat16), int4 or "
-            "int8 (quantized at load, on a CPU), bnb-4bit, or bnb-8bit (GPU only).",
+        str | None,
+        option(
+            "Weights: none (unquantized), auto (those of a GGUF file and of a quantized checkpoint in their 4 and 8 "
+            "bits, on a CPU in bfloat16), int4 or int8 (quantized at load, on a CPU), bnb-4bit, or bnb-8bit (GPU).",
+            "auto for GPTQ, AWQ and compressed-tensors, else none",
             metavar="FORMAT",
         ),
-    ] = _DEFAULT.quantization,
+    ] = None,
     device: Annotated[
         str,
         typer.Option(

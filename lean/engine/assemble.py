@@ -142,7 +142,7 @@ def _check_loaded(model: LoadedModel, config: EngineConfig, device: torch.device
         raise ConfigError(
             f"device {config.device} was requested, but the loaded model is on {model.device}: load the model again"
         )
-    model.check_weights(config.quantization, config.deterministic)
+    model.check_weights(config.quantization, config.deterministic, config.compile)
 
 
 def _choose_kernels(device: torch.device, needs: list[Need]) -> str:
@@ -193,7 +193,7 @@ def _check_weights_fit(info: ModelInfo, config: EngineConfig, device: torch.devi
     plain = needed == info.weight_bytes
     if plain and info.dtype.itemsize > 2 and needed // info.dtype.itemsize * 2 <= free:
         fits.append("--dtype bfloat16")
-    smaller = device.type == "cuda" and config.quantization in ("auto", "none") and not config.deterministic
+    smaller = device.type == "cuda" and config.quantization in (None, "auto", "none") and not config.deterministic
     if smaller and info.quantizable.weights and info.dtype is not torch.float64 and info.gpu_bytes("bnb-4bit") <= free:
         fits.append("--quantization bnb-4bit")
     raise ConfigError(

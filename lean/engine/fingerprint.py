@@ -77,6 +77,7 @@ def describe(
         "codec": CODEC_VERSION,
         "dtype": str(info.dtype).removeprefix("torch."),
         "quantization": info.quantization,
+        "weight_formats": list(model.weights.formats) if model.weights is not None else [],
         "device": model.device.type,
         "block_size": plan.block_size,
         "window": [plan.window, plan.num_sink_tokens],
@@ -116,7 +117,7 @@ def _version(package: str) -> str | None:
 def _code_digest() -> str:
     """sha256 of lean's own code that computes K and V: a fault that is mended there makes old files worthless."""
     root, total = Path(__file__).parents[1], hashlib.sha256()
-    for folder in ("model", "kernels", "quant", "store/gguf"):
+    for folder in ("model", "kernels", "quant", "store/gguf", "store/prequantized"):
         for file in sorted((root / folder).rglob("*")):
             if file.suffix in (".py", ".cpp", ".h") and file.is_file():
                 total.update(file.name.encode() + b"\0" + file.read_bytes())

@@ -41,6 +41,18 @@ def choose_dtype(
     return dtype, notes
 
 
+def packable_dtype(asked: str, dtype: torch.dtype, notes: list[str]) -> tuple[torch.dtype, list[str]]:
+    """The dtype of a model with quantized weights on a CPU, and lines about it: packed products are in bfloat16.
+
+    ``dtype`` and ``notes``: what `choose_dtype` says of it.
+    """
+    if asked != "auto" or dtype is torch.bfloat16:
+        return dtype, notes
+    name = str(dtype).removeprefix("torch.")
+    kept = f"the model runs in bfloat16, in which a CPU multiplies packed weights; --dtype {name} keeps config.json's"
+    return torch.bfloat16, [kept]
+
+
 def stored_dtype(config: Any, tensors: Mapping[str, Mapping[str, Any]]) -> torch.dtype:
     """What config.json says, else the dtype of the checkpoint's tensors; bfloat16 for a GGUF file."""
     dtype = getattr(config, "dtype", None)

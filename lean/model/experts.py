@@ -1,10 +1,11 @@
-"""Mixtures of experts on a GPU: which products serve, and for how many rows they do not wait for the host.
+"""Mixtures of experts: which products serve, and on a GPU for how many rows they do not wait for the host.
 
 transformers has three (https://huggingface.co/docs/transformers/experts_interface). `eager` is a loop over the experts
 that were chosen, whose number the host must know. `grouped_mm` is one product over rows sorted by expert, which torch
 computes on the device for some GPUs, and as a loop on the host for the others. `batched_mm` copies the weights of every
 row's experts and multiplies them as one batch: a read and a write more of these weights, where the loop costs launches.
-So on the other GPUs lean takes `batched_mm` for few rows and `grouped_mm` for more.
+So on the other GPUs lean takes `batched_mm` for few rows and `grouped_mm` for more. Packed experts, on a CPU, are
+multiplied in a loop over those that were chosen.
 """
 
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from lean.quant.packed_experts import PackedExperts
 from lean.units import ENDLESS
 
-NAME = "lean"
+NAME, PACKED_NAME = "lean", "lean_packed"
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")  # tensors [experts, ...] of transformers' interface
 # Bytes of copied weights for each expert of a layer: estimated so that copying them takes no longer than the two
 # launches that the loop makes for each expert (about 8 us each, at 900 GB/s). Not measured on a GPU.
 BYTES_PER_EXPERT = 4 * 2**20
@@ -49,9 +52,19 @@ def most_rows_without_host(module: nn.Module, device: torch.device, dtype: torch
     return min((_most_rows(experts, device, dtype) for experts in _experts(module)), default=ENDLESS)
 
 
+def follows_interface(module: nn.Module) -> bool:
+    """Whether a module holds all experts of a layer and follows transformers' interface."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
 def _experts(module: nn.Module) -> Iterator[Any]:
-    """The modules that hold all experts of a layer and follow transformers' interface."""
-    return (part for part in module.modules() if hasattr(part, "has_gate") and hasattr(part, "is_transposed"))
+    return (part for part in module.modules() if follows_interface(part))
+
+
+def use_packed(experts: Any) -> None:
+    """Multiply the experts of a layer, some of whose projections are `PackedExperts`, one by one."""
+    ALL_EXPERTS_FUNCTIONS.register(PACKED_NAME, _one_by_one)
+    experts.config._experts_implementation = PACKED_NAME
 
 
 def _most_rows(experts: Any, device: torch.device, dtype: torch.dtype) -> int:
@@ -83,3 +96,32 @@ def _few_batched_else_grouped(
     """hidden_states [rows, hidden_size], the chosen experts and their weights [rows, top_k] -> [rows, hidden_size]."""
     name = "batched_mm" if top_k_index.numel() <= _most_pairs(experts) else "grouped_mm"
     return ALL_EXPERTS_FUNCTIONS[name](experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _one_by_one(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """See `_few_batched_else_grouped`. The experts of a row are added in their order, so its bits are its own."""
+    out = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    count = experts.down_proj.shape[0]
+    for expert in top_k_index.unique().tolist():
+        if expert >= count:  # stands for no expert
+            continue
+        row, place = torch.where(top_k_index == expert)
+        x = _projected(experts, "gate_up_proj" if experts.has_gate else "up_proj", expert, hidden_states[row])
+        x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
+        x = _projected(experts, "down_proj", expert, x)
+        if getattr(experts, "has_post_expert_norm", False):
+            x = experts.post_expert_norm(x)
+        out.index_add_(0, row, (x * top_k_weights[row, place, None]).float())
+    return out.to(hidden_states.dtype)
+
+
+def _projected(experts: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """x [rows, inputs] -> [rows, outputs] of one expert's projection, which may be packed."""
+    weight = getattr(experts, name)
+    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+    if not isinstance(weight, PackedExperts):
+        return nn.functional.linear(x, weight[expert].t() if experts.is_transposed else weight[expert], bias)
+    out = weight.product(expert, x)
+    return out if bias is None else out + bias

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,15 +15,16 @@ from lean.cache.states import StateShape
 from lean.config import EngineConfig
 from lean.errors import ModelError, one_line, shown
 from lean.model import attention, latent, shapes
-from lean.model.dtype import choose_dtype
-from lean.model.packages import quantization_of, require_known_method
+from lean.model.dtype import choose_dtype, packable_dtype
+from lean.model.packages import lacks_packages, quantization_of, require_known_method
 from lean.model.packing import (
     PACKED,
     Packing,
+    Stored,
     choose_method,
     may_pack,
     plan_packing,
-    why_nothing_to_keep,
+    why_nothing_is_kept,
 )
 from lean.model.settings import check_heads, check_rope_types, check_settings, explained
 from lean.model.wrappers import renamed, text_keys
@@ -31,14 +32,18 @@ from lean.quant.weights import Quantizable, quantizable
 from lean.store.checkpoint import CONFIG, check_checkpoint, read_object
 from lean.store.gguf.config import transformers_config
 from lean.store.gguf.file import GgufFile, read_gguf
-from lean.store.gguf.weights import GgufModel, plan_weights, unused_notes
+from lean.store.gguf.weights import plan_weights, unused_notes
 from lean.store.library import ABOUT_CONFIG, attempt, quiet
+from lean.store.prequantized.files import TensorFiles
+from lean.store.prequantized.plan import plan_experts, plan_quantized
+from lean.store.prequantized.scheme import METHODS
 from lean.store.source import ModelSource
 from lean.units import ENDLESS
 
 _CPU = torch.device("cpu")
 # Layer types of configurations. What such a layer computes is seen when the forward pass is followed.
 _KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+_MULTIMODAL = "{name} ({kind}) is multimodal: lean reads its text model, and no images or audio"
 _QUICKLY_BUILT = 256  # layers: whatever the files hold, so that a model of an unsupported kind is refused as such
 
 
@@ -60,7 +65,8 @@ class ModelInfo:
         carried: its layers do not hand keyword arguments on, see `lean.model.carrier`.
         attention_modules: names of the modules of ``layers``, where other layers lie between them.
         states, mixers: see `lean.model.shapes.Followed`.
-        gguf: the parsed GGUF file that it was read from, until the weights are loaded: a vocabulary takes tens of MiB.
+        stored: where the tensors lie in the GGUF file that it was read from, or in a checkpoint whose weights lean
+            unpacks itself, until the weights are loaded: a GGUF file's vocabulary takes tens of MiB.
         is_latent: the cache holds its latent vectors, see `lean.model.latent`.
     """
 
@@ -79,7 +85,7 @@ class ModelInfo:
     attention_modules: tuple[str, ...] = ()
     states: tuple[StateShape, ...] = ()
     mixers: tuple[str, ...] = ()
-    gguf: GgufModel | None = field(default=None, repr=False, compare=False)
+    stored: Stored | None = field(default=None, repr=False, compare=False)
     is_latent: bool = False
 
     @property
@@ -176,20 +182,36 @@ def _numel(entry: Mapping[str, Any]) -> int:
     return math.prod(entry["shape"])
 
 
-def refuse_quantized(config: Any, quantize: bool, name: str) -> None:
+def refuse_quantized(config: Any, asked: str | None, name: str) -> None:
     """Raise ModelError for weights quantized by bitsandbytes, or quantized weights that would be quantized again.
 
     Weights that are quantized by a method that transformers does not know are refused too.
+
+    ``asked``: `--quantization`. What lean unpacks itself may stay as it is under int4, and become int8.
     """
     method = quantization_of(config)
     if method is None:
         return
     require_known_method(method, name)
-    if quantize or method.startswith("bitsandbytes"):
+    again = asked not in (None, "auto", "none") and not (method in METHODS and asked in ("int4", "int8"))
+    if again or method.startswith("bitsandbytes"):
         raise ModelError(
             f"{name}: its weights are quantized already (quantization_config in config.json, {one_line(method, 40)}): "
             "pass the unquantized checkpoint; add --quantization to quantize it"
         )
+
+
+def _own_settings(config: Any, device: torch.device) -> Mapping[str, Any] | None:
+    """The quantization_config of a checkpoint that lean unpacks itself, which is taken out of ``config``; None else.
+
+    On a GPU whose packages are installed, transformers' own products serve.
+    """
+    method = quantization_of(config)
+    if method not in METHODS or (device.type == "cuda" and not lacks_packages(method)):
+        return None
+    settings = dict(config.quantization_config)
+    del config.quantization_config
+    return settings | {"quant_method": method}
 
 
 class _Description(NamedTuple):
@@ -235,46 +257,50 @@ def inspect_model(
     attention.register()
     if source.original is not None and may_pack(config, device):
         source = replace(source, gguf_file=source.original)  # its codes are packed as they are
-    full, raw, tensors, gguf = _describe(source, config.trust_remote_code)
+    full, raw, found, gguf = _describe(source, config.trust_remote_code)
+    tensors: Mapping[str, Mapping[str, Any]] = found
     text = full.get_text_config()
     if not isinstance(text, transformers.PreTrainedConfig):
         raise ModelError(f"{source.name} ({full.model_type}): this kind of model has no text_config: remove it")
     refuse_by_config(full, source.name)
     refuse_by_config(text, source.name)
-    refuse_quantized(full, config.quantization not in ("auto", "none"), source.name)
+    refuse_quantized(full, config.quantization, source.name)
     key_mapping: Mapping[str, str] = {}
     if text is not full:
         key_mapping = text_keys(full, text, raw, source.name)
         tensors = renamed(tensors, key_mapping)
     check_rope_types(text, source.name)
     _check_number_of_layers(text, tensors, source.name)
+    settings = _own_settings(full, device)
     skeleton = _skeleton(text, raw, config.trust_remote_code, source.name)
+    stored: Stored | None = None
+    if settings is not None:
+        files = TensorFiles(source.folder, tensors)
+        stored = plan_quantized(files, settings, settings["quant_method"], skeleton, source.name)
+        tensors = stored.described()
     # Quantized products are other modules than those that `latent` replaces.
     is_latent = keep_latent and quantization_of(full) is None and latent.install(skeleton)
     parameters = sum(p.numel() for p in skeleton.parameters())
     dtype, about_dtype = choose_dtype(config.dtype, text, tensors, device)
+    if settings is not None and device.type == "cpu" and config.quantization != "none":
+        dtype, about_dtype = packable_dtype(config.dtype, dtype, about_dtype)
     followed = shapes.follow(skeleton, text, source.name, dtype)
-    planned = None
     if gguf is not None:
-        planned = plan_weights(gguf, skeleton)
+        stored = plan_weights(gguf, skeleton)
     elif not getattr(full, "quantization_config", None):
         _check_shapes(skeleton, tensors, source.name)
     notes = [*about_dtype, *_notes(raw, text), *(unused_notes(gguf.tensors) if gguf is not None else ())]
-    if key_mapping:
-        notes.append(
-            f"{source.name} ({full.model_type}) is multimodal: lean reads its text model, and no images or audio"
-        )
+    notes += [_MULTIMODAL.format(name=source.name, kind=full.model_type)] if key_mapping else []
     notes += shapes.notes(followed, text)
-    method, packing = choose_method(config, dtype, device, planned is not None), None
+    method, packing = choose_method(config, dtype, device, stored), None
     if method in PACKED:
-        packing = plan_packing(skeleton, method, planned, dtype, source.name, may_time=not config.deterministic)
-    elif method is None and config.quantization == "auto":
-        notes.append(why_nothing_to_keep(source.name, dtype, device, planned is not None))
-    if getattr(text, "sliding_window", None) is not None and not any(layer.window for layer in followed.layers):
-        notes.append(
-            f"config.json has sliding_window {shown(text.sliding_window, 40)}, but {type(skeleton).__name__} uses no "
-            "window: it has no effect"
-        )
+        if stored is None and not key_mapping:
+            stored = plan_experts(TensorFiles(source.folder, tensors), skeleton)
+        may = {"may_time": not config.deterministic, "may_loop": not config.compile}
+        packing = plan_packing(skeleton, method, stored, dtype, source.name, **may)
+    elif why := why_nothing_is_kept(config.quantization, source.name, dtype, device, stored):
+        notes.append(why)
+    notes += _window_note(text, followed.layers, type(skeleton).__name__)
     return ModelInfo(
         source=source,
         config=text,
@@ -291,7 +317,7 @@ def inspect_model(
         attention_modules=followed.modules,
         states=followed.states,
         mixers=followed.mixers,
-        gguf=planned,
+        stored=stored,
         is_latent=is_latent,
     )
 
@@ -333,6 +359,14 @@ def _check_number_of_layers(config: Any, tensors: Mapping[str, Any], name: str) 
             f"{name}: config.json has num_hidden_layers {config.num_hidden_layers}, but the files hold only "
             f"{len(tensors)} tensors: they do not belong together"
         )
+
+
+def _window_note(config: Any, layers: Sequence[LayerShape], model_class: str) -> list[str]:
+    """A line about a window that the model's code does not read."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or any(layer.window for layer in layers):
+        return []
+    return [f"config.json has sliding_window {shown(window, 40)}, but {model_class} uses no window: it has no effect"]
 
 
 def _notes(raw: Mapping[str, Any], config: Any) -> tuple[str, ...]:

@@ -19,15 +19,17 @@ from lean.model.info import ModelInfo
 from lean.model.layer_calls import hand_over
 from lean.model.mixers import PackedStates, hand_over_by_group
 from lean.model.packages import require_for_weights
-from lean.model.packing import pack
+from lean.model.packing import Stored, pack
 from lean.model.shapes import decoder_of
 from lean.model.tokenizer import read_tokenizer
+from lean.quant.packed_experts import PackedExperts
 from lean.quant.weight_use import WeightUse
 from lean.quant.weights import check_quantization, quantize_linears
 from lean.store.gguf.file import GgufFile, read_gguf
 from lean.store.gguf.tokenizer import load_gguf_tokenizer
 from lean.store.gguf.weights import GgufModel, load_weights, read_model
 from lean.store.library import attempt
+from lean.store.prequantized.plan import CheckpointModel
 from lean.store.source import ModelSource
 
 log = logging.getLogger("lean")
@@ -80,9 +82,9 @@ class LoadedModel:
             return _DecoderResult(lean_hidden)
         return self._run_decoder(*args, **kwargs)
 
-    def check_weights(self, quantization: str, deterministic: bool) -> None:
+    def check_weights(self, quantization: str | None, deterministic: bool, compiled: bool = False) -> None:
         """Raise ConfigError where an engine needs other weights than these."""
-        if quantization not in ("auto", "none", self.info.quantization):
+        if quantization not in (None, "auto", "none", self.info.quantization):
             raise ConfigError(
                 f"quantization {quantization} does not match the loaded model, which has {self.info.quantization}: "
                 "load the model again"
@@ -91,6 +93,11 @@ class LoadedModel:
             raise ConfigError(
                 f"--deterministic is not possible with the {self.weights.name} weights of the loaded model: remove it, "
                 "or load the model with it"
+            )
+        if compiled and any(isinstance(part, PackedExperts) for part in self.module.modules()):
+            raise ConfigError(
+                "--compile is not possible with the packed experts of the loaded model: remove it, or load the model "
+                "with it"
             )
 
     @property
@@ -204,8 +211,10 @@ def _follow_tie(module: torch.nn.Module, config: Any, name: str) -> None:
     )
 
 
-def _read_module(info: ModelInfo, gguf: GgufModel | None, device: torch.device, deterministic: bool) -> Any:
+def _read_module(info: ModelInfo, stored: Stored | None, device: torch.device, deterministic: bool) -> Any:
     """transformers' module with the weights of the checkpoint or of the GGUF file.
+
+    ``stored``: what these hold, where they may be quantized.
 
     Raises ModelError where tensors are missing or do not fit.
     """
@@ -214,24 +223,19 @@ def _read_module(info: ModelInfo, gguf: GgufModel | None, device: torch.device, 
     if (products := experts.implementation(info.config, device, info.dtype, deterministic)) is not None:
         arguments["experts_implementation"] = products
     what = f"cannot load {source.name}"
-    if gguf is not None:
-        later = info.packing.left_out if info.packing is not None else ()
-        return attempt(what, load_weights, gguf, info.config, info.dtype, later, **arguments)
-    if info.key_mapping:
-        arguments["key_mapping"] = dict(info.key_mapping)
-    loader: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
-    module, report = attempt(
-        what,
-        loader,
-        source.folder,
-        config=info.config,
-        dtype=info.dtype,
-        trust_remote_code=info.trust_remote_code,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # reported below, with the other faults
-        output_loading_info=True,
-        **arguments,
-    )
+    later = info.packing.left_out if info.packing is not None else ()
+    if isinstance(stored, GgufModel):
+        return attempt(what, load_weights, stored, info.config, info.dtype, later, **arguments)
+    arguments |= {"config": info.config, "dtype": info.dtype}
+    arguments |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # reported below, with other faults
+    if stored is not None:
+        module, report = attempt(what, stored.load, later, **arguments)
+    else:
+        if info.key_mapping:
+            arguments["key_mapping"] = dict(info.key_mapping)
+        loader: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
+        arguments |= {"trust_remote_code": info.trust_remote_code, "use_safetensors": True}
+        module, report = attempt(what, loader, source.folder, **arguments)
     if report["mismatched_keys"]:
         name, found, wanted = sorted(report["mismatched_keys"])[0]
         raise ModelError(
@@ -260,13 +264,13 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
             check_quantization(info.quantization, info.dtype, device, deterministic)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    gguf = info.gguf
-    if gguf is None and source.gguf_file is not None:  # the model was loaded before
-        gguf = read_model(read_gguf(source.folder / source.gguf_file), info.config)
-    file = None if gguf is None else gguf.file
+    stored = info.stored
+    if stored is None and source.gguf_file is not None:  # the model was loaded before
+        stored = read_model(read_gguf(source.folder / source.gguf_file), info.config)
+    file = stored.file if isinstance(stored, GgufModel) else None
     tokenizer, ends = load_tokenizer(source, info.trust_remote_code, file)
     listed, generation = generation_defaults(source, file)
-    module = _read_module(info, gguf, device, deterministic)
+    module = _read_module(info, stored, device, deterministic)
     rows = module.get_input_embeddings().num_embeddings
     eos = end_ids(listed, f"{source.name}: generation_config.json", rows)
     eos |= end_ids(getattr(info.config, "eos_token_id", None), f"{source.name}: config.json", rows)
@@ -288,5 +292,7 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
         weights = attempt(source.name, pack, module, info.packing, deterministic)
     elif info.quantization:
         weights = attempt(source.name, quantize_linears, module, decoder_of(module), info.quantization, device)
-    info = replace(info, gguf=None, packing=None)
+    if isinstance(stored, CheckpointModel):
+        stored.files.close()
+    info = replace(info, stored=None if file is not None else info.stored, packing=None)
     return LoadedModel(info, module.to(device), tokenizer, frozenset(eos), generation, weights)

@@ -1,4 +1,7 @@
-"""Packages that a checkpoint needs beside lean's own dependencies: for quantized weights, and for old tokenizers."""
+"""Packages that a checkpoint needs beside lean's own dependencies: for quantized weights, and for old tokenizers.
+
+On a CPU, and on a GPU without the packages, lean unpacks gptq, awq and compressed-tensors itself.
+"""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -46,10 +49,15 @@ def require_known_method(method: str, name: str) -> None:
         )
 
 
+def lacks_packages(method: str) -> str:
+    """Those of the packages that transformers needs for a method that are not installed, with spaces between them."""
+    return _missing(_FOR_WEIGHTS.get(method, ()))
+
+
 def require_for_weights(config: Any, name: str) -> None:
     """Raise ModelError where the packages for a checkpoint's quantized weights are missing."""
     method = quantization_of(config)
-    if missing := _missing(_FOR_WEIGHTS.get(method or "", ())):
+    if missing := lacks_packages(method or ""):
         raise ModelError(f"{name}: its weights are quantized with {method}, which needs: pip install {missing}")
 
 

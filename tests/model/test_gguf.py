@@ -76,7 +76,7 @@ def test_a_start_reads_the_header_once_and_keeps_none_of_it(tiny, tmp_path, monk
     monkeypatch.setattr(info, "plan_weights", weights.plan_weights)
     llm = start(file)
     assert done == {"read_gguf_header": 1, "plan_weights": 1}
-    assert llm.model.info.gguf is None
+    assert llm.model.info.stored is None
     again = load_model(llm.model.info, torch.device("cpu"))
     assert torch.equal(again.module.lm_head.weight, llm.model.module.lm_head.weight)
     done.clear()

@@ -19,10 +19,10 @@ BNB = EngineConfig(quantization="bnb-4bit")
 
 @pytest.fixture(scope="module")
 def quantized(tiny, tmp_path_factory):
-    """A checkpoint whose weights GPTQ has quantized: readable, but not to be quantized once more."""
-    folder = shutil.copytree(tiny("llama", num_hidden_layers=2), tmp_path_factory.mktemp("gptq") / "model")
+    """A checkpoint whose weights are quantized: readable, but not to be quantized once more."""
+    folder = shutil.copytree(tiny("llama", num_hidden_layers=2), tmp_path_factory.mktemp("quantized") / "model")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "torchao"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -58,8 +58,8 @@ def test_a_package_that_is_there_is_not_asked_for(monkeypatch):
 
 
 def test_quantized_weights_are_refused_before_they_are_read(checkpoint):
-    folder = checkpoint(quantization_config={"quant_method": "awq", "bits": 4})
-    assert "quantized with awq, which needs: pip install gptqmodel" in refusal(LLM, str(folder), EngineConfig())
+    folder = checkpoint(quantization_config={"quant_method": "hqq"})
+    assert "quantized with hqq, which needs: pip install hqq" in refusal(LLM, str(folder), EngineConfig())
 
 
 def test_a_method_that_transformers_does_not_know_is_refused(checkpoint):

@@ -42,7 +42,7 @@ def int4_layer(outputs, inputs, group, bias=None, fixed=True):
 def int8_layer(outputs, inputs, bias=None, fixed=True):
     generator = torch.Generator().manual_seed(outputs * inputs)
     weight = torch.randn(outputs, inputs, generator=generator)
-    codes, scales, _ = pack_int8(row_parts(weight), outputs, inputs)
+    codes, scales, *_ = pack_int8(row_parts(weight), outputs, inputs)
     return Int8Linear(codes, scales, bias, fixed), codes.double() * scales.double()[:, None]
 
 
@@ -171,19 +171,20 @@ def test_parts_of_rows_are_packed_as_the_whole():
 def test_int8_codes_are_the_nearest_and_the_error_is_theirs():
     weight = torch.randn(37, 64, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
-    codes, scales, error = pack_int8(weight.split(16), 37, 64)
+    codes, scales, lost, whole = pack_int8(weight.split(16), 37, 64)
+    error = (lost / whole) ** 0.5
     assert (codes.nbytes + scales.nbytes) == int8_bytes(37, 64)
     held = codes.double() * scales.double()[:, None]
     assert error == pytest.approx(float((held - weight.double()).norm() / weight.double().norm()), rel=1e-5)
     assert 0.001 < error < 0.015
     # 127 steps reach a row's largest number unless its scale was rounded down.
     assert ((held - weight.double()).abs() <= scales.double()[:, None] * (0.5 + 127 * ULP)).all()
-    assert pack_int8([torch.zeros(16, 32)], 16, 32)[2] == 0
+    assert pack_int8([torch.zeros(16, 32)], 16, 32)[2:] == (0, 0)
 
 
 def test_an_embedding_returns_rows_of_codes_and_shares_them_with_a_head():
     weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
-    codes, scales, _ = pack_int8([weight], 50, 64)
+    codes, scales, *_ = pack_int8([weight], 50, 64)
     ids = torch.tensor([[3, 0], [49, 3]])
     want = (codes.double() * scales.double()[:, None])[ids].to(torch.bfloat16)
     assert torch.equal(Int8Embedding(codes, scales, None)(ids), want)

@@ -279,7 +279,7 @@ def test_a_checkpoint_that_is_quantized_already_is_refused(tiny, tmp_path, found
         assert "quantized already" in refusal(inspect_model, source, EngineConfig())
 
 
-@pytest.mark.parametrize("value", ["bnb", "int2", "", "4", 4, True, None])
+@pytest.mark.parametrize("value", ["bnb", "int2", "", "4", 4, True])
 def test_an_unknown_quantization_is_refused_by_name(value):
     message = refusal(EngineConfig, quantization=value)
     assert "quantization" in message

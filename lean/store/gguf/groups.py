@@ -22,17 +22,17 @@ UNQUANTIZED = (0, 1, 28, 30)  # F32, F16, F64, BF16
 
 
 def grouped_rows(
-    tensor: GgufTensor, rows_at_once: int, order: np.ndarray | None = None
+    tensor: GgufTensor, rows_at_once: int, order: np.ndarray | None = None, span: tuple[int, int] | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(codes [rows, columns] uint8, scales, zeros [rows, columns / 32] float32) of a matrix, part by part.
 
-    ``order``: see `ordered_rows`.
+    ``order``, ``span``: see `ordered_rows`.
 
     Raises:
         ModelError: the file cannot be read.
     """
     decode = {Q4_0: _q4_0, Q4_1: _q4_1, Q4_K: _q4_k}[tensor.type]
-    for raw in ordered_rows(tensor, rows_at_once, order):
+    for raw in ordered_rows(tensor, rows_at_once, order, span):
         codes, scale, zero = decode(raw)
         yield _torch(codes), _torch(scale), _torch(zero)
 

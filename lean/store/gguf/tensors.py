@@ -19,17 +19,21 @@ CHUNK = 1 << 23  # elements that are dequantized at a time; in float32 32 MiB
 F64 = 28
 
 
-def raw_rows(tensor: GgufTensor, rows_at_once: int) -> Iterator[np.ndarray]:
-    """The encoded bytes, uint8 [rows, bytes per row], at most ``rows_at_once`` rows at a time."""
+def raw_rows(tensor: GgufTensor, rows_at_once: int, span: tuple[int, int] | None = None) -> Iterator[np.ndarray]:
+    """The encoded bytes, uint8 [rows, bytes per row], at most ``rows_at_once`` rows at a time.
+
+    ``span``: the first row, and the one behind the last; None: all.
+    """
     import numpy as np
 
     rows = math.prod(tensor.shape[:-1])
     width = tensor.nbytes // rows
+    first, end = span or (0, rows)
     try:
         with tensor.file.open("rb") as stream:
-            stream.seek(tensor.offset)
-            for start in range(0, rows, rows_at_once):
-                count = min(rows_at_once, rows - start)
+            stream.seek(tensor.offset + first * width)
+            for start in range(first, end, rows_at_once):
+                count = min(rows_at_once, end - start)
                 data = _read(stream, count * width)
                 if len(data) != count * width:
                     raise ModelError(f"{tensor.file.name} became shorter while it was read")
@@ -46,20 +50,24 @@ def _read(stream: BinaryIO, count: int) -> bytearray:
     return data if done == count else data[:done]
 
 
-def ordered_rows(tensor: GgufTensor, rows_at_once: int, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """`raw_rows` of a matrix in another order: ``order`` says which row of the file each row is.
+def ordered_rows(
+    tensor: GgufTensor, rows_at_once: int, order: np.ndarray | None = None, span: tuple[int, int] | None = None
+) -> Iterator[np.ndarray]:
+    """`raw_rows`, or all rows in another order: ``order`` says which row of the file each row is.
 
     All bytes of the tensor are held then.
     """
     if order is None:
-        yield from raw_rows(tensor, rows_at_once)
+        yield from raw_rows(tensor, rows_at_once, span)
         return
     [whole] = raw_rows(tensor, len(order))
     for start in range(0, len(order), rows_at_once):
         yield whole[order[start : start + rows_at_once]]
 
 
-def decoded_rows(tensor: GgufTensor, rows_at_once: int, order: np.ndarray | None = None) -> Iterator[torch.Tensor]:
+def decoded_rows(
+    tensor: GgufTensor, rows_at_once: int, order: np.ndarray | None = None, span: tuple[int, int] | None = None
+) -> Iterator[torch.Tensor]:
     """The numbers of a tensor, float32 (float64 of an F64 tensor) [rows, columns], part by part; see `ordered_rows`.
 
     Raises:
@@ -71,7 +79,7 @@ def decoded_rows(tensor: GgufTensor, rows_at_once: int, order: np.ndarray | None
     from gguf.quants import dequantize as decode
 
     require_decoder(tensor)
-    for raw in ordered_rows(tensor, rows_at_once, order):
+    for raw in ordered_rows(tensor, rows_at_once, order, span):
         values = raw.view(np.float64) if tensor.type == F64 else decode(raw, GGMLQuantizationType(tensor.type))
         yield torch.from_numpy(np.ascontiguousarray(values).reshape(len(raw), tensor.shape[-1]))
 

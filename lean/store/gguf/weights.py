@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,10 @@ from lean.errors import ModelError, one_line
 from lean.store.gguf.architectures import Architecture, Change
 from lean.store.gguf.config import OUTPUT, architecture
 from lean.store.gguf.file import GgufFile
+from lean.store.gguf.groups import GROUP, GROUPED, UNQUANTIZED, grouped_rows
 from lean.store.gguf.header import GgufTensor
-from lean.store.gguf.tensors import dequantize, require_decoder
+from lean.store.gguf.tensors import decoded_rows, dequantize, require_decoder
+from lean.store.matrix import StoredKind, StoredMatrix, joined
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,14 +25,71 @@ KNOWN_UNUSED = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?|rope\.freqs")
 
 
 @dataclass(frozen=True)
+class TensorRows:
+    """Rows of a tensor of a file; see `lean.store.matrix.StoredMatrix`.
+
+    Attributes:
+        span, order: see `lean.store.gguf.tensors.ordered_rows`.
+    """
+
+    tensor: GgufTensor
+    span: tuple[int, int] | None = None
+    order: np.ndarray | None = None
+
+    @property
+    def kind(self) -> StoredKind:
+        kind = self.tensor.type
+        return "int4" if kind in GROUPED else "exact" if kind in UNQUANTIZED else "coarse"
+
+    @property
+    def format(self) -> str:
+        return self.tensor.type_name
+
+    @property
+    def group(self) -> int:
+        return GROUP
+
+    def codes(self, rows_at_once: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return grouped_rows(self.tensor, rows_at_once, self.order, self.span)
+
+    def values(self, rows_at_once: int) -> Iterator[torch.Tensor]:
+        return (part.float() for part in decoded_rows(self.tensor, rows_at_once, self.order, self.span))
+
+
+@dataclass(frozen=True)
 class Target:
-    """One tensor of the module and what it is made from; without origins it is 0."""
+    """One tensor of the module and what it is made from; without origins it is 0.
+
+    See `lean.store.matrix.StoredTensor`.
+    """
 
     name: str
     shape: tuple[int, ...]
     origins: tuple[GgufTensor, ...]
     change: Change
     heads: int = 1
+
+    def matrix(self) -> StoredMatrix | None:
+        if len(self.origins) != 1 or self.change not in ("as_is", "interleave"):
+            return None
+        return TensorRows(self.origins[0], order=row_order(self))
+
+    def expert(self, index: int) -> StoredMatrix | None:
+        if self.change not in ("as_is", "transpose", "stack", "weave"):
+            return None
+        spans = ((origin, index * origin.shape[1]) for origin in self.origins)
+        parts = tuple(TensorRows(origin, (first, first + origin.shape[1])) for origin, first in spans)
+        return joined(parts, in_turn=self.change == "weave")
+
+    def filled(self, dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        if not self.origins:
+            return torch.zeros(self.shape, dtype=dtype)
+        # Vectors change in float32, before they are rounded; for larger tensors the change only moves numbers.
+        exact = len(self.shape) == 1 and dtype is not torch.float64
+        parts = [dequantize(tensor, torch.float32 if exact else dtype) for tensor in self.origins]
+        return _changed(parts, self.change, self.heads).to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
@@ -111,7 +170,7 @@ def load_weights(
 
     from lean.store.library import quiet
 
-    state = {target.name: filled(target, dtype) for target in model.targets if target.name not in later}
+    state = {target.name: target.filled(dtype) for target in model.targets if target.name not in later}
     state |= {
         target.name: torch.zeros(1, dtype=dtype).expand(target.shape)
         for target in model.targets
@@ -125,18 +184,6 @@ def load_weights(
     if wrong := sorted(key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[kind]):
         raise ModelError(f"{model.file.path.name}: transformers did not take {_listed(list(map(str, wrong)))}")
     return module
-
-
-def filled(target: Target, dtype: torch.dtype) -> torch.Tensor:
-    """One tensor of the module. Raises ModelError where the file cannot be read."""
-    import torch
-
-    if not target.origins:
-        return torch.zeros(target.shape, dtype=dtype)
-    # Vectors change in float32, before they are rounded; for larger tensors the change only moves numbers.
-    exact = len(target.shape) == 1 and dtype is not torch.float64
-    parts = [dequantize(tensor, torch.float32 if exact else dtype) for tensor in target.origins]
-    return _changed(parts, target.change, target.heads).to(dtype).contiguous()
 
 
 def row_order(target: Target) -> np.ndarray | None:

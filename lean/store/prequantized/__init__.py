@@ -1,0 +1,1 @@
+"""Safetensors checkpoints whose weights GPTQ, AWQ or compressed-tensors quantized."""
