@@ -132,7 +132,7 @@ def test_no_flag_is_needed_and_the_start_up_line_says_what_was_packed(made):
     [out] = llm.generate([tokens(9)], SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(out.token_ids) == 3
     report = model_report(str(folder))
-    assert report["quantized_by"] == "awq, 14 tensors in 4 bits"
+    assert report["quantized_by"] == "awq, 14 tensors"
     assert "14 int4, 2 unquantized (stored unquantized) tensors; with --quantization none " in report["weights"]
     assert report["weight_bytes_packed"] == llm.model.weights.quantized_bytes + llm.model.weights.exact_bytes
 
