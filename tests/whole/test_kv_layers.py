@@ -24,8 +24,8 @@ MIXED = {**FOUR, "layer_types": ["sliding_attention", "full_attention"] * 2}
 MODELS = {"llama": FOUR, "gemma3": MIXED, "gpt_oss": MIXED}
 IDS = tokens(150)
 # Bytes of K and V of one token in one layer: 2 heads of 16 dims.
-BYTES = {"fp32": 2 * 2 * 64, "bf16": 2 * 2 * 32, "int8": 2 * 2 * 18, "fp8": 2 * 2 * 18, "int4": 2 * 2 * 10}
-BYTES["k8v4"] = 2 * (18 + 10)
+BYTES = {"fp32": 2 * 2 * 64, "bf16": 2 * 2 * 32, "int8": 2 * 2 * 18, "fp8": 2 * 2 * 18, "int4": 2 * 2 * 9}
+BYTES["k8v4"] = 2 * (18 + 9)
 
 
 @pytest.fixture(scope="module")
