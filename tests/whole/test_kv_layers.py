@@ -88,7 +88,7 @@ def test_the_pools_of_a_report_describe_what_is_held(model):
     llm.engine.peak = occupancy(llm.engine.manager)
     report = kv_report(llm)
     assert (report["format_k"], report["format_v"]) == ("fp32/int8/int4", "fp32/int4")
-    assert report["bytes_per_token"] == 256 + 2 * 56 + 40
+    assert report["bytes_per_token"] == 256 + 2 * 54 + 36
     found = [(p["layers"], p["format"], p["exact"], p["window"], p["sinks"]) for p in report["pools"]]
     assert found == [
         ([0], "fp32", False, 70, 4),
