@@ -20,7 +20,8 @@ def align(nbytes: int) -> int:
 class KVLayout:
     """One layer's part of a block: ``[K codes | K scales | V codes | V scales]``, each part aligned.
 
-    Codes are ordered ``[kv_head][slot][row bytes]``, scales ``[kv_head][slot][group]`` (fp16).
+    Codes are ordered ``[kv_head][slot][row bytes]``, scales ``[kv_head][slot][group]`` (fp16 or one
+    byte).
 
     v_in_k: V is the first v_dim numbers of K, as stored, and the last two parts are empty (latent attention). The
     formats are then equal, see `k_stored`.
@@ -70,6 +71,12 @@ class KVLayout:
     def offsets(self) -> tuple[int, int, int, int]:
         """Byte offsets of the four parts: K codes, K scales, V codes, V scales."""
         return 0, self.k_scales_offset, self.v_codes_offset, self.v_scales_offset
+
+    @cached_property
+    def groups(self) -> tuple[int, int]:
+        """Dims that share a scale, in K and in V as they are stored."""
+        k = self.k_stored.group_width(self.k_dim)
+        return k, k if self.v_in_k else self.v_format.group_width(self.v_dim)
 
     @cached_property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from lean.kernels.call import AttentionCall
 from lean.kernels.layout import KVLayout
 from lean.kernels.reference import read_slots
-from lean.quant import rotate
+from lean.quant import rotate_back
 
 
 def paged_attention(call: AttentionCall) -> torch.Tensor:
@@ -74,7 +74,7 @@ def _keys_and_values(
     j = torch.arange(seq_len, device=arena.device)
     slots = table[j // layout.block_size].long() * layout.block_size + j % layout.block_size
     key, value = read_slots(arena, layout, offset, slots, torch.float64)
-    key = rotate(key) if layout.k_format.rotate else key
-    value = rotate(value, layout.v_rotation_size) if layout.v_format.rotate else value
+    key = rotate_back(key) if layout.k_format.rotate else key
+    value = rotate_back(value, layout.v_rotation_size) if layout.v_format.rotate else value
     group = call.query.shape[1] // layout.num_kv_heads
     return key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)

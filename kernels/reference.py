@@ -19,7 +19,7 @@ import torch
 
 from lean.kernels.call import AttentionCall, WriteCall
 from lean.kernels.layout import KVLayout, first_in_window
-from lean.quant import decode, encode, rotate
+from lean.quant import Kind, KVFormat, decode, encode, rotate, rotate_back
 
 ROW_TILE = 16  # rows (token x query head of the group) of one product
 KEY_TILE = 256  # keys of one product
@@ -59,7 +59,7 @@ def _parts(arena: torch.Tensor, layout: KVLayout, offset: int) -> tuple[torch.Te
     """Views of the arena [num_blocks, block_bytes] as K codes, K scales, V codes, V scales; V's are K's where V lies
     in K.
 
-    Codes: uint8 [num_blocks, kv_heads, block_size, row_bytes]; scales: fp16 [..., groups].
+    Codes: uint8 [num_blocks, kv_heads, block_size, row_bytes]; scales: uint8 or fp16 [..., groups].
     """
     heads, slots, stride = layout.num_kv_heads, layout.block_size, arena.stride(0)
 
@@ -69,13 +69,17 @@ def _parts(arena: torch.Tensor, layout: KVLayout, offset: int) -> tuple[torch.Te
             shape, (stride, slots * row_bytes, row_bytes, 1), arena.storage_offset() + offset + start
         )
 
+    def scales(fmt: KVFormat, dim: int, start: int) -> torch.Tensor:
+        found = view(fmt.scale_bytes(dim), start)
+        return found if fmt.kind is Kind.GRID else found.view(torch.float16)
+
     k = layout.k_stored
     v = k if layout.v_in_k else layout.v_format
     return (
         view(k.code_bytes(layout.k_dim), 0),
-        view(k.scale_bytes(layout.k_dim), layout.k_scales_offset).view(torch.float16),
+        scales(k, layout.k_dim, layout.k_scales_offset),
         view(v.code_bytes(layout.v_stored_dim), layout.v_codes_offset),
-        view(v.scale_bytes(layout.v_stored_dim), layout.v_scales_offset).view(torch.float16),
+        scales(v, layout.v_stored_dim, layout.v_scales_offset),
     )
 
 
@@ -280,7 +284,7 @@ class _Batch:
             logits = self._in_row_tiles(logits)[..., : self.height, :]
         out = self.state.result(logits).flatten(2, 3)[:, :, : self.n * self.group]
         layout = self.main.layout
-        out = rotate(out, layout.v_rotation_size) if layout.v_format.rotate else out
+        out = rotate_back(out, layout.v_rotation_size) if layout.v_format.rotate else out
         out = out.unflatten(2, (self.n, self.group)).transpose(1, 2).flatten(2, 3)
         return self.rows, out.to(call.query.dtype)
 

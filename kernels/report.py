@@ -44,6 +44,7 @@ _MULTIPROCESSORS = {
     120: (100, 48),
 }
 FORMATS = ("bf16", "int8", "fp8", "int4", "k8v4")
+IN_PLANES = ("k6v4", "k=int5,v=int3")  # of which a code lies in two planes
 TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx1100")
 KERNELS = ("decode", "merge", "prefill", "turn_query", "kv_write")
 # Llama-like: 8 KV heads of 4 query heads, the default residual, steps of 8 sequences, chunks of 512 tokens.
@@ -253,6 +254,9 @@ def ci_variants() -> list[Variant]:
     every += variants(["gfx942"], list(FORMATS), [128], ["decode"])
     every += variants(["gfx942"], ["int8", "int4"], [64], ["decode"])
     every += variants(["gfx942"], ["k8v4"], [128], ["prefill", "kv_write"])
+    every += variants(["sm_86"], list(IN_PLANES), [64, 128], ["decode"])
+    every += variants(["sm_86"], ["k=int5,v=int3"], [128], ["prefill", "kv_write"])
+    every += variants(["sm_90"], ["k6v4"], [128], ["decode"])
     every += variants(["sm_86"], ["bf16", "int8", "int4"], [576], ["decode"])  # latent vectors
     every += variants(["sm_86"], ["int8"], [576], ["prefill", "kv_write"])
     return every + variants(["sm_80", "sm_90"], ["int8"], [576], ["decode"])
@@ -290,7 +294,9 @@ def main() -> None:
         metavar="TARGET",
         help="GPU targets to compile for, e.g. sm_86 gfx942; default: sm_80 sm_86 sm_90",
     )
-    parser.add_argument("--format", nargs="+", default=list(FORMATS), choices=FORMATS, help="KV formats; default: all")
+    parser.add_argument(
+        "--format", nargs="+", default=list(FORMATS), choices=FORMATS + IN_PLANES, help="KV formats; default: all"
+    )
     parser.add_argument(
         "--head-dim", nargs="+", type=int, default=[64, 128], help="sizes of a head; default: 64 128; 576: latent"
     )

@@ -199,6 +199,6 @@ class EngineConfig:
 
 
 KV_DTYPE_HELP = (
-    f"KV cache format: {', '.join(NAMES)} (int8 keys, int4 values), auto (the model's dtype), or k=NAME,v=NAME "
-    "(different formats for keys and values)."
+    f"KV cache format: {', '.join(NAMES)} (int8, int6 or int5 keys, int4 values), auto (the model's dtype), or "
+    "k=NAME,v=NAME (different formats for keys and values). int3 to int6 may name a size of groups, as in int4g64."
 )

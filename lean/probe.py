@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lean.llm import LLM
 
 NUM_TOKENS = 288
-_VERSION = 2  # of the text, the limits and what is stored
+_VERSION = 3  # of the text, the limits and what is stored
 _SEQ_ID = 0
 _MOST_NAMED = 6
 _FAR = 10.0  # times the median layer
@@ -53,7 +53,15 @@ class _Band(NamedTuple):
     kld: float
 
 
-_BANDS = {"int8": _Band(0.01, 0.2, 0.05), "fp8": _Band(0.04, 0.3, 0.25), "int4": _Band(0.1, 1.0, 1.0)}
+# Those of int3, int5 and int6 are int4's, in proportion to their errors on Gaussian vectors (KLD: to the squares).
+_BANDS = {
+    "int8": _Band(0.01, 0.2, 0.05),
+    "fp8": _Band(0.04, 0.3, 0.25),
+    "int3": _Band(0.2, 2.0, 4.0),
+    "int4": _Band(0.1, 1.0, 1.0),
+    "int5": _Band(0.055, 0.55, 0.3),
+    "int6": _Band(0.03, 0.3, 0.08),
+}
 
 _TEXT = """\
 The harbour office keeps two books. The first, bound in green cloth, lists every vessel that has entered since the wall
@@ -125,11 +133,12 @@ def _not_probed(device: torch.device) -> NotProbed:
 
 
 def layer_formats_of(llm: LLM) -> list[tuple[str, str]]:
-    """(K, V) format names of every layer of the engine."""
+    """(K, V) format names of every layer of the engine, without the sizes of groups."""
     formats = {}
     for group in llm.plan.groups:
         layout = llm.plan.pools[group.pool_id].layouts[0]
-        formats.update(dict.fromkeys(group.layers, (layout.k_format.name, layout.v_format.name)))
+        k, v = (fmt.name.split("g")[0] for fmt in (layout.k_format, layout.v_format))
+        formats.update(dict.fromkeys(group.layers, (k, v)))
     owners = (index if shape.kv_layer is None else shape.kv_layer for index, shape in enumerate(llm.model.info.layers))
     return [formats[owner] for owner in owners]
 
@@ -248,7 +257,7 @@ def _warning(name: str, formats: list[tuple[str, str]], layers: list[LayerError]
     values = _outliers([v for _, v in formats], [layer.values for layer in layers])
     bad = sorted(keys | values, key=lambda layer: -layers[layer].both)
     names = {name for pair in formats for name in pair if name in _BANDS}
-    finer = f"try --kv-dtype {'int8' if 'int4' in names else 'bf16'}"
+    finer = f"try --kv-dtype {'bf16' if names <= {'int8', 'fp8'} else 'int8'}"
     usual = max(_BANDS[name].kld for name in names)
     if not bad and kld <= usual:
         return None

@@ -9,7 +9,11 @@ from lean.quant.formats import (
     FP16,
     FP32,
     FP64,
+    INT3,
     INT4,
+    INT4G64,
+    INT5,
+    INT6,
     INT8,
     NAMES,
     Kind,
@@ -20,14 +24,20 @@ from lean.quant.formats import (
 
 if TYPE_CHECKING:
     from lean.quant.codecs import decode, encode, quantize_dequantize, raw_format
-    from lean.quant.rotation import rotate
+    from lean.quant.rotation import rotate, rotate_back
 
 __all__ = [
-    "BF16", "FORMATS", "FP8", "FP16", "FP32", "FP64", "INT4", "INT8", "NAMES", "KVFormat", "Kind",
+    "BF16", "FORMATS", "FP8", "FP16", "FP32", "FP64", "INT3", "INT4", "INT4G64", "INT5", "INT6", "INT8",
+    "NAMES", "KVFormat", "Kind",
     "decode", "describe", "encode", "parse_kv_dtype", "quantize_dequantize", "raw_format", "rotate",
+    "rotate_back",
 ]  # fmt: skip
 
-_HOME = {"rotate": "rotation", **dict.fromkeys(("decode", "encode", "quantize_dequantize", "raw_format"), "codecs")}
+_HOME = {
+    "rotate": "rotation",
+    "rotate_back": "rotation",
+    **dict.fromkeys(("decode", "encode", "quantize_dequantize", "raw_format"), "codecs"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,9 @@
 #pragma once
 #include <cstdint>
 
-enum Dtype : int64_t { FP32, FP16, BF16, INT8, E4M3, INT4 };  // of inputs (the first three) and of stored codes
+// Of inputs (the first three) and of stored codes. From INT3 on: one-byte scales and planes of codes, see
+// quant/formats.py.
+enum Dtype : int64_t { FP32, FP16, BF16, INT8, E4M3, INT3, INT4, INT5, INT6 };
 
 // Where one layer's K and V lie in every block of a pool: kernels/layout.py says it, codes [kv_head][slot][row bytes],
 // scales [kv_head][slot][group]. Where V lies in K, V's offsets are K's.
@@ -13,6 +15,7 @@ struct Pool {
     int64_t block_bytes;
     int64_t k_codes, k_scales, v_codes, v_scales;  // byte offsets in a block
     int64_t k_format, v_format;
+    int64_t k_group, v_group;  // dims that share a scale; the last group of a vector may be shorter
 };
 
 struct WriteArgs {

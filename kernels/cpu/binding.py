@@ -15,16 +15,24 @@ import torch
 from lean.kernels import reference
 from lean.kernels.call import AttentionCall, WriteCall
 from lean.kernels.cpu import build
-from lean.quant import BF16, FP8, FP16, FP32, INT4, INT8, KVFormat
+from lean.quant import BF16, FP8, FP16, FP32, INT8, Kind, KVFormat
 
 ISAS = ("portable", "avx2", "avx512")  # as numbered in dispatch.cpp
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype in args.h
-_CODES = {FP32.name: 0, FP16.name: 1, BF16.name: 2, INT8.name: 3, FP8.name: 4, INT4.name: 5}
-_FORMATS = [_CODES.get(KVFormat.from_code(code).name, -1) for code in KVFormat.codes()]  # by `KVFormat.code`
-_POOL = "8q"
+_CODES = {FP32.name: 0, FP16.name: 1, BF16.name: 2, INT8.name: 3, FP8.name: 4}
+_GRID = {3: 5, 4: 6, 5: 7, 6: 8}  # by bits
+
+
+def _number_of(fmt: KVFormat) -> int:
+    """The format as C++ knows it, -1: not at all."""
+    return _GRID[fmt.bits] if fmt.kind is Kind.GRID else _CODES.get(fmt.name, -1)
+
+
+_FORMATS = [_number_of(KVFormat.from_code(code)) for code in KVFormat.codes()]  # by `KVFormat.code`
+_POOL = "10q"
 _WRITE = struct.Struct(f"={_POOL} 2Q 4q Q 10q")
 _ATTENTION = struct.Struct(f"={_POOL} {_POOL} 2Q 2q 2Q 4q 4Q 16q 2d")
-_NO_POOL = (0,) * 8
+_NO_POOL = (0,) * 10
 
 
 class Library:
@@ -87,7 +95,7 @@ def describe() -> str:
 def lacking(k_format: KVFormat, v_format: KVFormat, dtype: torch.dtype) -> str | None:
     """Why the C++ kernels cannot serve a layer with these formats and queries of ``dtype``, or None."""
     names = (str(dtype).removeprefix("torch."), k_format.name, v_format.name)
-    known = (dtype in _DTYPES, k_format.name in _CODES, v_format.name in _CODES)
+    known = (dtype in _DTYPES, _number_of(k_format) >= 0, _number_of(v_format) >= 0)
     return next((f"{name} has no C++ kernel" for name, found in zip(names, known) if not found), None)
 
 
@@ -118,7 +126,7 @@ def kv_write(call: WriteCall) -> None:
     serving.kv_write(
         _WRITE.pack(
             call.arena.data_ptr() + call.layer_offset, call.arena.stride()[0], *layout.offsets, k_format, v_format,
-            key.data_ptr(), value.data_ptr(), *key_strides, *value_strides, slots.data_ptr(),
+            *layout.groups, key.data_ptr(), value.data_ptr(), *key_strides, *value_strides, slots.data_ptr(),
             slots.shape[0], layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size, dtype,
             layout.k_rotation_size, layout.v_rotation_size, layout.v_in_k, torch.get_num_threads(),
         ),
@@ -143,7 +151,7 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     if call.exact_arena is not None and call.exact_block_tables is not None:
         exact_pool = (
             call.exact_arena.data_ptr() + call.exact_layer_offset, call.exact_arena.stride()[0],
-            *call.exact_layout.offsets, exact_k_format, exact_v_format,
+            *call.exact_layout.offsets, exact_k_format, exact_v_format, *call.exact_layout.groups,
         )  # fmt: skip
         exact_tables = _packed(call.exact_block_tables, torch.int32)
     sink, sink_strides = (None, (0, 0)) if call.query_sink is None else _dense(call.query_sink.to(query.dtype))
@@ -153,7 +161,8 @@ def paged_attention(call: AttentionCall) -> torch.Tensor:
     serving.paged_attention(
         _ATTENTION.pack(
             call.arena.data_ptr() + call.layer_offset, call.arena.stride()[0], *layout.offsets, k_format, v_format,
-            *exact_pool, tables.data_ptr(), exact_tables.data_ptr(), tables.shape[1], exact_tables.shape[1],
+            *layout.groups, *exact_pool,
+            tables.data_ptr(), exact_tables.data_ptr(), tables.shape[1], exact_tables.shape[1],
             query.data_ptr(), 0 if sink is None else sink.data_ptr(), *strides, *sink_strides,
             out.data_ptr(), starts.data_ptr(), lengths.data_ptr(), 0 if logits is None else logits.data_ptr(),
             num_tokens, lengths.shape[0], num_q_heads, layout.num_kv_heads, layout.k_dim, layout.v_dim,

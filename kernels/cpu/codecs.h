@@ -3,34 +3,22 @@
 #include <cmath>
 #include <utility>
 
-#include "args.h"
-#include "simd.h"
+#include "grid.h"
+#include "signs.h"
 
 namespace ISA {
 
-constexpr int INT4_GROUP = 32;  // dims that share a scale; the last group of a vector may be shorter
 constexpr float MIN_SCALE = 0x1p-14f, MAX_SCALE = 65504.0f;
 
 INLINE constexpr int64_t row_bytes(int64_t format, int64_t dim) {
-    return format == FP32 ? 4 * dim : format == INT4 ? dim / 2 : format == INT8 || format == E4M3 ? dim : 2 * dim;
+    if (is_grid(format)) return dim * grid_bits(format) / 8;
+    return format == FP32 ? 4 * dim : format == INT8 || format == E4M3 ? dim : 2 * dim;
 }
-// first: where V lies in K, INT8 and E4M3 have a scale for V's dims and one for the rest.
-INLINE constexpr int64_t scale_groups(int64_t format, int64_t dim, int64_t first) {
-    if (format == INT4) return (dim + INT4_GROUP - 1) / INT4_GROUP;
-    return format == INT8 || format == E4M3 ? 1 + (first < dim) : 0;
+// group: dims that share a scale.
+INLINE constexpr int64_t scale_groups(int64_t format, int64_t dim, int64_t group) {
+    return format <= BF16 ? 0 : (dim + group - 1) / group;
 }
-INLINE constexpr int64_t scale_groups(int64_t format, int64_t dim) { return scale_groups(format, dim, dim); }
-
-INLINE float from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-INLINE uint32_t to_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
+INLINE constexpr int64_t scale_bytes(int64_t format) { return is_grid(format) ? 1 : 2; }
 
 INLINE uint16_t to_bf16(float x) {
     const uint32_t bits = to_bits(x);
@@ -94,7 +82,7 @@ template <int S> INLINE vec butterfly(vec x, int64_t n) {
 }
 
 // quant/rotation.py, in blocks of n dims: strides 1, 2, 4, ..., additions only, then one multiply.
-inline void rotate(float* x, int64_t dim, int64_t n) {
+inline void hadamard(float* x, int64_t dim, int64_t n) {
     const int64_t whole = dim / W * W;
     if (n == 1) return;
     const float norm = (float)(1.0 / std::sqrt((double)n));
@@ -116,6 +104,21 @@ inline void rotate(float* x, int64_t dim, int64_t n) {
     strides(W, 0, whole);
     strides(1, whole, dim);
     for (int64_t i = 0; i < dim; ++i) x[i] *= norm;
+}
+
+inline void apply_signs(float* x, int64_t dim) {
+    for (int64_t first = 0; first < dim; first += SIGN_PERIOD) {
+        const int64_t n = dim - first < SIGN_PERIOD ? dim - first : SIGN_PERIOD;
+        for (int64_t i = 0; i < n; ++i) x[first + i] = from_bits(to_bits(x[first + i]) ^ SIGNS.bits[i]);
+    }
+}
+inline void rotate(float* x, int64_t dim, int64_t n) {
+    apply_signs(x, dim);
+    hadamard(x, dim, n);
+}
+inline void rotate_back(float* x, int64_t dim, int64_t n) {
+    hadamard(x, dim, n);
+    apply_signs(x, dim);
 }
 
 // Encoding.
@@ -153,51 +156,46 @@ inline uint16_t scale_group(float* y, int64_t n, float top) {
     return half;
 }
 
-// y [dim], overwritten, to its codes and scales; first_group: as `first` of scale_groups.
-inline void encode(float* y, int64_t dim, int64_t first_group, int64_t format, uint8_t* codes, uint8_t* scales) {
+// y [dim], overwritten, to its codes and scales. group: dims that share a scale.
+inline void encode(float* y, int64_t dim, int64_t group, int64_t format, uint8_t* codes, uint8_t* scales) {
     if (format <= BF16) {
         store_row(codes, 0, format, dim, y);
         return;
     }
-    const int64_t width = format == INT4 ? INT4_GROUP : first_group;
-    for (int64_t first = 0; first < dim; first += width, scales += 2) {
-        const int64_t n = dim - first < width ? dim - first : width;
+    if (is_grid(format)) return encode_grid(y, dim, group, format, codes, scales);
+    for (int64_t first = 0; first < dim; first += group, scales += 2) {
+        const int64_t n = dim - first < group ? dim - first : group;
         float* z = y + first;
-        const uint16_t scale = scale_group(z, n, format == E4M3 ? 448.0f : format == INT4 ? 7.0f : 127.0f);
+        const uint16_t scale = scale_group(z, n, format == E4M3 ? 448.0f : 127.0f);
         memcpy(scales, &scale, 2);
-        if (format == E4M3) {
+        if (format == E4M3)
             for (int64_t i = 0; i < n; ++i) codes[first + i] = to_e4m3(z[i]);
-        } else if (format == INT8) {
+        else
             for (int64_t i = 0; i < n; ++i) codes[first + i] = (uint8_t)to_int(z[i], -127.0f, 127.0f);
-        } else {
-            uint8_t* group = codes + first / 2;
-            for (int64_t i = 0; i < n / 2; ++i)
-                group[i] = (uint8_t)((to_int(z[i], -8.0f, 7.0f) & 15) | to_int(z[i + n / 2], -8.0f, 7.0f) << 4);
-        }
     }
 }
 
 // Decoding K, keys along the lanes. `words` hold 16 bytes of each of W keys (load_dwords).
 
-constexpr int dword_dims(int format) { return format == FP32 ? 1 : format <= BF16 ? 2 : 4; }  // INT4: per nibble
-constexpr int chunk_dims(int format) { return format == INT4 ? 32 : 4 * dword_dims(format); }
+constexpr int dword_dims(int format) { return format == FP32 ? 1 : format <= BF16 ? 2 : 4; }
+constexpr int chunk_dims(int format) { return 4 * dword_dims(format); }
 
 // What a decoded K code has to be multiplied by, beside its scale. dot: with integer products.
 constexpr float k_unit(int64_t format, bool dot) {
 #if defined(HAS_DOT)
     if (format == INT8 && dot) return 1.0f;
 #endif
-    return format == INT8 ? 0x1p-24f : format == INT4 ? 0x1p-28f : 1.0f;
+    return format == INT8 ? 0x1p-24f : is_grid(format) ? 0x1p-32f * (float)(1 << grid_bits(format)) : 1.0f;
 }
 // Likewise for V.
-constexpr float v_unit(int format) { return format == E4M3 ? E4M3_SCALE : 1.0f; }
-constexpr float V_UNIT[] = {v_unit(FP32), v_unit(FP16), v_unit(BF16), v_unit(INT8), v_unit(E4M3), v_unit(INT4)};
+constexpr float v_unit(int64_t format) {
+    return format == E4M3 ? E4M3_SCALE : is_grid(format) ? 0x1p-8f * (float)(1 << grid_bits(format)) : 1.0f;
+}
 
-// Element J of one dword of every key; for INT4 the low nibble of byte J or the high one.
-template <int F, int J, bool HIGH> INLINE vec element(ints word) {
+// Element J of one dword of every key.
+template <int F, int J> INLINE vec element(ints word) {
     if constexpr (F == INT8) return to_float(top_byte<J>(word));
     if constexpr (F == E4M3) return e4m3(top_byte<J>(word));
-    if constexpr (F == INT4) return to_float(top_byte<J>((HIGH ? word : word << 4) & (int32_t)0xf0f0f0f0));
     if constexpr (F == FP32) return as_float(word);
     if constexpr (F == BF16) return as_float(J ? word & (int32_t)0xffff0000 : word << 16);
     if constexpr (F == FP16) return half_of(J ? word >> 16 : word);
@@ -205,50 +203,47 @@ template <int F, int J, bool HIGH> INLINE vec element(ints word) {
 
 // Decoding V, dims along the lanes.
 
-// The number of dims whose codes one call of `load_values` takes; whole vectors only.
-constexpr int unit_dims(int format) { return format == INT4 ? 2 * W : W; }
+// The number of dims whose codes one call of `load_values` takes, and of the vectors it gives.
+constexpr int unit_dims(int format) { return is_grid(format) ? 16 : W; }
+constexpr int unit_vectors(int format) { return unit_dims(format) / W; }
 
-// Unit u of a row: x[0], for INT4 with its scale and x[1], at dims unit_at(u) and, x[1], 16 further on.
-template <int F> INLINE void load_values(const uint8_t* row, int64_t u, const float* scales, vec* x) {
+// Unit u of a row of `dim` dims; of grid formats with the scales, one for each `group` dims.
+template <int F>
+INLINE void load_values(const uint8_t* row, int64_t dim, int64_t u, const float* scales, int64_t group, vec* x) {
     if constexpr (F == INT8) x[0] = to_float(load_bytes(row + u * W));
     if constexpr (F == E4M3) x[0] = load_e4m3(row + u * W);
     if constexpr (F == FP32) x[0] = load((const float*)row + u * W);
     if constexpr (F == FP16) x[0] = load_half(row + 2 * u * W);
     if constexpr (F == BF16) x[0] = load_bf16(row + 2 * u * W);
-    if constexpr (F == INT4) {
-        const ints bytes = load_bytes(row + u * W);
-        const vec scale = set1(scales[u * W / 16]);
-        x[0] = to_float((bytes << 28) >> 28) * scale;
-        x[1] = to_float(bytes >> 4) * scale;
+    if constexpr (is_grid(F)) {
+        ints bytes[16 / W];
+        widen_bytes(grid_bytes<F>(row, dim, u), bytes);
+        const vec scale = set1(scales[u * 16 / group]);
+        UNROLL for (int i = 0; i < 16 / W; ++i) x[i] = to_float(bytes[i]) * scale;
     }
-}
-template <int F> INLINE constexpr int64_t unit_at(int64_t u) {
-    return F == INT4 ? u * W / 16 * 32 + u * W % 16 : u * W;
 }
 
 // A whole row of any dim.
-template <int F> INLINE void decode_values(const uint8_t* row, const float* scales, int64_t dim, float* x) {
-    const int64_t units = dim / INT4_GROUP * INT4_GROUP / unit_dims(F);
-    vec v[2];
+template <int F>
+INLINE void decode_values(const uint8_t* row, const float* scales, int64_t group, int64_t dim, float* x) {
+    const int64_t units = dim / UNIT * UNIT / unit_dims(F);
+    vec v[unit_vectors(F)];
     for (int64_t u = 0; u < units; ++u) {
-        load_values<F>(row, u, scales, v);
-        store(x + unit_at<F>(u), v[0]);
-        if (F == INT4) store(x + unit_at<F>(u) + 16, v[1]);
+        load_values<F>(row, dim, u, scales, group, v);
+        UNROLL for (int i = 0; i < unit_vectors(F); ++i) store(x + u * unit_dims(F) + i * W, v[i]);
     }
     const int64_t done = units * unit_dims(F), rest = dim - done;
     if (!rest) return;
-    if constexpr (F == INT4) {
-        for (int64_t i = 0; i < rest / 2; ++i) {
-            const int8_t byte = (int8_t)row[done / 2 + i];
-            x[done + i] = (float)((int8_t)(uint8_t)(byte << 4) >> 4) * scales[done / INT4_GROUP];
-            x[done + rest / 2 + i] = (float)(byte >> 4) * scales[done / INT4_GROUP];
-        }
+    if constexpr (is_grid(F)) {
+        const float step = 1 / v_unit(F);
+        for (int64_t d = done; d < dim; ++d)
+            x[d] = ((float)grid_code(row, dim, d, F) + 0.5f) * step * scales[d / group];
     } else {
-        alignas(64) uint8_t tail[4 * INT4_GROUP + 64] = {};  // a vector load may not leave the arena
+        alignas(64) uint8_t tail[4 * UNIT + 64] = {};  // a vector load may not leave the arena
         memcpy(tail, row + row_bytes(F, done), row_bytes(F, rest));
-        alignas(64) float values[INT4_GROUP + W];
+        alignas(64) float values[UNIT + W];
         for (int64_t u = 0; u * W < rest; ++u) {
-            load_values<F>(tail, u, scales, v);
+            load_values<F>(tail, rest, u, scales, group, v);
             store(values + u * W, v[0]);
         }
         memcpy(x + done, values, 4 * rest);

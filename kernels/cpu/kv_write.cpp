@@ -9,7 +9,7 @@ namespace {
 
 struct Part {
     const void* x;
-    int64_t token, head, dim, first, format, rotate, codes, scales;  // first: as of scale_groups
+    int64_t token, head, dim, group, format, rotate, codes, scales;
 };
 
 void write(const WriteArgs& a, const Part& part, int64_t token, int64_t head, float* y) {
@@ -25,17 +25,17 @@ void write(const WriteArgs& a, const Part& part, int64_t token, int64_t head, fl
     }
     load_row(part.x, at, a.dtype, part.dim, y);
     if (part.rotate) rotate(y, part.dim, part.rotate);
-    uint8_t* scales = block + part.scales + row * 2 * scale_groups(part.format, part.dim, part.first);
-    encode(y, part.dim, part.first, part.format, codes, scales);
+    uint8_t* scales = block + part.scales + row * scale_bytes(part.format) * scale_groups(part.format, part.dim, part.group);
+    encode(y, part.dim, part.group, part.format, codes, scales);
 }
 
 }  // namespace
 
 void kv_write(const WriteArgs& a) {
     const Part parts[2] = {
-        {a.key, a.key_token, a.key_head, a.k_dim, a.v_in_k ? a.v_dim : a.k_dim, a.pool.k_format, a.k_rotate,
+        {a.key, a.key_token, a.key_head, a.k_dim, a.pool.k_group, a.pool.k_format, a.k_rotate,
          a.pool.k_codes, a.pool.k_scales},
-        {a.value, a.value_token, a.value_head, a.v_dim, a.v_dim, a.pool.v_format, a.v_rotate, a.pool.v_codes,
+        {a.value, a.value_token, a.value_head, a.v_dim, a.pool.v_group, a.pool.v_format, a.v_rotate, a.pool.v_codes,
          a.pool.v_scales},
     };
     const int num_parts = a.v_in_k ? 1 : 2;

@@ -10,15 +10,7 @@ namespace {
 // The last bytes of W rows, which may end where the arena ends, copied and filled up with codes of 0.
 template <int F> INLINE void copy_tails(const uint8_t* const* rows, int64_t dim, int64_t rest, uint8_t (*tails)[16]) {
     memset(tails, 0, 16 * W);
-    for (int i = 0; i < W; ++i) {
-        const uint8_t* row = rows[i] + row_bytes(F, dim);
-        if (F == INT4)  // a short group, as the beginning of a whole one
-            for (int64_t j = 0; j < rest; ++j) {
-                const int nibble = j < rest / 2 ? row[j] & 15 : row[j - rest / 2] >> 4;
-                tails[i][j % 16] |= (uint8_t)(nibble << (j < 16 ? 0 : 4));
-            }
-        else memcpy(tails[i], row, row_bytes(F, rest));
-    }
+    for (int i = 0; i < W; ++i) memcpy(tails[i], rows[i] + row_bytes(F, dim), row_bytes(F, rest));
 }
 
 // 16 bytes of W keys from dim d on (load_dwords).
@@ -32,33 +24,90 @@ template <int F> INLINE void load_chunk(const Tile& tile, int64_t key, int64_t d
     load_dwords(copies, 0, words);
 }
 
+// The planes' dwords of W keys, of the dims d .. d + 2 UNIT. Units that begin beyond the last dim are left as they are.
+// A load may pass the end of a row by 12 bytes: the part of the scales, 16 bytes or more, follows the last row.
+template <int F> INLINE void load_planes(const Tile& tile, int64_t key, int64_t d, ints high[8], ints low[4]) {
+    constexpr int HIGH = high_bits(F), LOW = low_bits(F);
+    const uint8_t* const* rows = tile.k + key;
+    const int64_t dim = tile.k_dim, rest = dim % UNIT, low_plane = dim * HIGH / 8;
+    if (rest == 0 || d + 2 * UNIT <= dim) {
+        load_dwords(rows, d * HIGH / 8, high);
+        if (HIGH == 4 && d + UNIT < dim) load_dwords(rows, (d + UNIT) * HIGH / 8, high + 4);
+        if (LOW) load_dwords(rows, low_plane + d * LOW / 8, low);
+        return;
+    }
+    uint8_t whole[W][UNIT + 16];  // with the short last unit as the beginning of a whole one
+    const uint8_t* copies[W];
+    for (int i = 0; i < W; ++i) {
+        memset(whole[i], 0, sizeof whole[i]);
+        copies[i] = whole[i];
+        for (int64_t j = 0; j < dim - d; ++j) {
+            const int code = grid_code(rows[i], dim, d + j, F);
+            const auto put = [&](int64_t start, int bits, int part) {
+                const int64_t bytes = UNIT * bits / 8, at = start + j / UNIT * bytes + j % UNIT % bytes;
+                whole[i][at] |= (uint8_t)((part & ((1 << bits) - 1)) << (j % UNIT / bytes * bits));
+            };
+            put(0, HIGH, code >> LOW);
+            if (LOW) put(UNIT, LOW, code);
+        }
+    }
+    load_dwords(copies, 0, high);
+    if (HIGH == 4) load_dwords(copies, 16, high + 4);
+    if (LOW) load_dwords(copies, UNIT, low);
+}
+
+// `each_dim` of grid formats.
+template <int F, int V, typename Use>
+INLINE void each_grid_dim(const Tile& tile, int64_t key, Use&& use) {
+    for (int64_t d = 0; d < tile.k_dim; d += 2 * UNIT) {
+        ints high[V][8], low[V][4];
+        for (int v = 0; v < V; ++v) load_planes<F>(tile, key + v * W, d, high[v], low[v]);
+        for (int64_t unit = 0; unit < 2 && d + unit * UNIT < tile.k_dim; ++unit) {
+            const int64_t first = d + unit * UNIT;
+            vec scale[V];
+            for (int v = 0; v < V; ++v) scale[v] = load(tile.k_groups + first / tile.k_group * TILE + key + v * W);
+            const auto four = [&]<int I>() INLINED {
+                ints word[V];
+                UNROLL for (int v = 0; v < V; ++v)
+                    word[v] = grid_word<F, I>(high[v] + unit * high_bits(F), low[v] + unit * low_bits(F));
+                const auto one = [&]<int J>() INLINED {
+                    vec x[V];
+                    UNROLL for (int v = 0; v < V; ++v) x[v] = to_float(top_byte<J>(word[v])) * scale[v];
+                    use(first + 4 * I + J, x);
+                };
+                one.template operator()<0>(), one.template operator()<1>();
+                one.template operator()<2>(), one.template operator()<3>();
+            };
+            four.template operator()<0>(), four.template operator()<1>(), four.template operator()<2>();
+            four.template operator()<3>(), four.template operator()<4>(), four.template operator()<5>();
+            four.template operator()<6>(), four.template operator()<7>();
+        }
+    }
+}
+
 // Calls use(d, x) for the dims 0 .. k_pad in order, with x[V] = the decoded elements of V vectors of keys. Beyond k_dim
-// they are 0.
+// they are finite where a key's scales are, and the query is 0.
 template <int F, int V, typename Use>
 INLINE void each_dim(const Tile& tile, int64_t key, Use&& use) {
+    if constexpr (is_grid(F)) return each_grid_dim<F, V>(tile, key, use);
     constexpr int DIMS = chunk_dims(F);
     for (int64_t d = 0; d < tile.k_dim; d += DIMS) {
         ints words[V][4];
         const bool rest = (F == INT8 || F == E4M3) && d >= tile.rest_from;
         for (int v = 0; v < V; ++v) load_chunk<F>(tile, key + v * W, d, words[v]);
-        const auto nibbles = [&]<bool HIGH>() INLINED {
-            _Pragma("GCC unroll 1") for (int c = 0; c < 4; ++c) {
-                const auto one = [&]<int J>() INLINED {
-                    vec x[V];
-                    UNROLL for (int v = 0; v < V; ++v) {
-                        x[v] = element<F, J, HIGH>(words[v][c]);
-                        if (F == INT4) x[v] *= load(tile.k_groups + d / INT4_GROUP * TILE + key + v * W);
-                        if (rest) x[v] *= load(tile.k_rest + key + v * W);
-                    }
-                    use(d + c * dword_dims(F) + J + 16 * HIGH, x);
-                };
-                one.template operator()<0>();
-                if constexpr (dword_dims(F) > 1) one.template operator()<1>();
-                if constexpr (dword_dims(F) > 2) one.template operator()<2>(), one.template operator()<3>();
-            }
-        };
-        nibbles.template operator()<false>();
-        if constexpr (F == INT4) nibbles.template operator()<true>();
+        _Pragma("GCC unroll 1") for (int c = 0; c < 4; ++c) {
+            const auto one = [&]<int J>() INLINED {
+                vec x[V];
+                UNROLL for (int v = 0; v < V; ++v) {
+                    x[v] = element<F, J>(words[v][c]);
+                    if (rest) x[v] *= load(tile.k_rest + key + v * W);
+                }
+                use(d + c * dword_dims(F) + J, x);
+            };
+            one.template operator()<0>();
+            if constexpr (dword_dims(F) > 1) one.template operator()<1>();
+            if constexpr (dword_dims(F) > 2) one.template operator()<2>(), one.template operator()<3>();
+        }
     }
 }
 
@@ -79,7 +128,7 @@ template <int F, int R> void score_few(const Tile& tile, const Query& query, flo
     }
 }
 
-// The elements of a strip's keys, decoded: strip[k_pad][STRIP], zeros beyond k_dim.
+// The elements of a strip's keys, decoded: strip[k_pad][STRIP].
 template <int F> void decode_strip(const Tile& tile, int64_t key, float* strip) {
     each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) INLINED {
         store(strip + d * STRIP, x[0]);
@@ -88,7 +137,8 @@ template <int F> void decode_strip(const Tile& tile, int64_t key, float* strip) 
 }
 constexpr void (*DECODE_STRIP[])(const Tile&, int64_t, float*) = {
     decode_strip<FP32>, decode_strip<FP16>, decode_strip<BF16>,
-    decode_strip<INT8>, decode_strip<E4M3>, decode_strip<INT4>,
+    decode_strip<INT8>, decode_strip<E4M3>,
+    decode_strip<INT3>, decode_strip<INT4>, decode_strip<INT5>, decode_strip<INT6>,
 };
 
 // R rows of a query with the keys of a strip.
@@ -177,7 +227,10 @@ void score_tile(int64_t format, const Tile& tile, const Query& query, const Rows
         if (format == INT8) return few.template operator()<INT8>();
         if (format == BF16) return few.template operator()<BF16>();
         if (format == E4M3) return few.template operator()<E4M3>();
+        if (format == INT3) return few.template operator()<INT3>();
         if (format == INT4) return few.template operator()<INT4>();
+        if (format == INT5) return few.template operator()<INT5>();
+        if (format == INT6) return few.template operator()<INT6>();
     }
     for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
         for (int64_t i = key; i < std::min(key + STRIP, tile.num_next); ++i)

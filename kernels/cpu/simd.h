@@ -193,6 +193,27 @@ INLINE ints load_bytes(const uint8_t* p) {
 #endif
 }
 
+// 16 signed bytes, widened.
+typedef uint32_t words __attribute__((vector_size(16)));
+INLINE void widen_bytes(words x, ints out[16 / W]) {
+#if defined(__AVX512F__)
+    out[0] = (ints)_mm512_cvtepi8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+    out[0] = (ints)_mm256_cvtepi8_epi32((__m128i)x);
+    out[1] = (ints)_mm256_cvtepi8_epi32(_mm_unpackhi_epi64((__m128i)x, (__m128i)x));
+#else
+    int8_t bytes[16];
+    memcpy(bytes, &x, 16);
+    for (int i = 0; i < 16; ++i) out[i / W][i % W] = bytes[i];
+#endif
+}
+
+// The largest integer that is not above x, as a float; |x| < 2^31.
+INLINE vec floor(vec x) {
+    const vec near = to_float(__builtin_convertvector(x, ints));
+    return near - (near > x ? set1(1.0f) : vec{});
+}
+
 // The e4m3 code in the top byte of each lane (the rest 0), decoded. The bits are those of a float with the exponent 120
 // too small; codes without a leading 1 take a detour over 1.mmm - 1, so that no denormal float is ever touched.
 INLINE vec e4m3(ints top) {

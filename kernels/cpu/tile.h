@@ -34,10 +34,11 @@ struct Tile {
     int64_t first, last;  // the keys first .. last of the tile are seen by some row
     int64_t k_dim, k_pad, v_dim, v_pad;
     const uint8_t *k[TILE], *v[TILE];
-    alignas(64) float k_scale[TILE], v_scale[TILE];  // INT4: 1
+    alignas(64) float k_scale[TILE], v_scale[TILE];  // of grid formats: 1
     alignas(64) float k_rest[TILE];                  // the scale of the dims from rest_from on, over k_scale
     int64_t rest_from;                               // NO_REST: all dims have one scale
-    float *k_groups, *v_groups;                      // INT4: [groups][TILE] and [TILE][groups]
+    float *k_groups, *v_groups;                      // of grid formats: [groups][TILE] and [TILE][groups]
+    int64_t k_group, v_group;                        // dims that share a scale
     const uint8_t* zeros;
     // The next tile's, prefetched while this one is computed.
     const uint8_t *next_k[TILE], *next_v[TILE];
@@ -48,20 +49,20 @@ INLINE void prefetch_row(const uint8_t* row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
-// Scales of `count` rows from `row` on, times unit: to per_key, or for INT4 to groups[key * by_key + group * by_group].
-// dim: the first dims of a row, whose scales are wanted. stored: scales of a row.
-void load_scales(int64_t format, int64_t dim, int64_t stored, const uint8_t* scales, int64_t row, int64_t count, float unit,
+// Scales of `count` rows from `row` on, times unit: to per_key, or for a grid format to groups[key * by_key + group * by_group].
+// wanted: scales of a row that are loaded, of those stored.
+void load_scales(int64_t format, int64_t wanted, int64_t stored, const uint8_t* scales, int64_t row, int64_t count, float unit,
                  float* per_key, float* groups, int64_t by_key, int64_t by_group) {
     const auto at = [&](int64_t i) {
         uint16_t h;
         memcpy(&h, scales + 2 * i, 2);
         return from_half(h);
     };
-    if (format == INT4) {
-        const int64_t n = scale_groups(INT4, dim);
+    if (is_grid(format)) {
         for (int64_t i = 0; i < count; ++i) {
             per_key[i] = 1;
-            for (int64_t g = 0; g < n; ++g) groups[i * by_key + g * by_group] = at((row + i) * stored + g) * unit;
+            for (int64_t g = 0; g < wanted; ++g)
+                groups[i * by_key + g * by_group] = scale_of_byte(scales[(row + i) * stored + g]) * unit;
         }
     } else if (format <= BF16) {
         for (int64_t i = 0; i < count; ++i) per_key[i] = 1;
@@ -94,18 +95,20 @@ void load_tile(const AttentionArgs& a, const Item& item, bool exact, int64_t sta
     const Pool& pool = exact ? a.exact : a.pool;
     const int64_t k_bytes = row_bytes(pool.k_format, a.k_dim), v_bytes = row_bytes(pool.v_format, a.v_stored_dim);
     const bool v_in_k = a.v_stored_dim != a.v_dim;
-    const int64_t k_scales = scale_groups(pool.k_format, a.k_dim, v_in_k ? a.v_dim : a.k_dim);
-    const int64_t v_scales = v_in_k ? k_scales : scale_groups(pool.v_format, a.v_dim);
-    const bool has_rest = pool.k_format != INT4 && k_scales == 2;
-    const float k_unit = ISA::k_unit(pool.k_format, !has_rest), v_unit = V_UNIT[pool.v_format];
+    const int64_t k_scales = scale_groups(pool.k_format, a.k_dim, pool.k_group);
+    const int64_t v_groups = scale_groups(pool.v_format, a.v_dim, pool.v_group), v_scales = v_in_k ? k_scales : v_groups;
+    const bool has_rest = !is_grid(pool.k_format) && k_scales == 2;
+    const float k_unit = ISA::k_unit(pool.k_format, !has_rest), v_unit = ISA::v_unit(pool.v_format);
+    tile.k_group = pool.k_group;
+    tile.v_group = pool.v_group;
     tile.rest_from = has_rest ? a.v_dim : NO_REST;
     tile.first = first - start;
     tile.last = last - start;
     const auto nothing = [&](int64_t key) {
         tile.k[key] = tile.v[key] = tile.zeros;
         tile.k_scale[key] = tile.v_scale[key] = tile.k_rest[key] = 0;
-        if (pool.k_format == INT4)
-            for (int64_t g = 0; g < scale_groups(INT4, a.k_dim); ++g) tile.k_groups[g * TILE + key] = 0;
+        if (is_grid(pool.k_format))
+            for (int64_t g = 0; g < k_scales; ++g) tile.k_groups[g * TILE + key] = 0;
     };
     for (int64_t key = tile.first / STRIP * STRIP; key < tile.first; ++key) nothing(key);
     for (int64_t key = tile.last; key < round_up(tile.last, STRIP); ++key) nothing(key);
@@ -115,16 +118,15 @@ void load_tile(const AttentionArgs& a, const Item& item, bool exact, int64_t sta
             tile.k[key + i] = block + pool.k_codes + (row + i) * k_bytes;
             tile.v[key + i] = block + pool.v_codes + (row + i) * v_bytes;
         }
-        load_scales(pool.k_format, a.k_dim, k_scales, block + pool.k_scales, row, count, k_unit, tile.k_scale + key,
+        load_scales(pool.k_format, k_scales, k_scales, block + pool.k_scales, row, count, k_unit, tile.k_scale + key,
                     tile.k_groups + key, 1, TILE);
         for (int64_t i = 0; has_rest && i < count; ++i) {
             uint16_t pair[2];
             memcpy(pair, block + pool.k_scales + 4 * (row + i), 4);
             tile.k_rest[key + i] = from_half(pair[1]) / from_half(pair[0]);
         }
-        const int64_t groups = scale_groups(pool.v_format, a.v_dim);
-        load_scales(pool.v_format, a.v_dim, v_scales, block + pool.v_scales, row, count, v_unit,
-                    tile.v_scale + key, tile.v_groups + key * groups, groups, 1);
+        load_scales(pool.v_format, v_groups, v_scales, block + pool.v_scales, row, count, v_unit,
+                    tile.v_scale + key, tile.v_groups + key * v_groups, v_groups, 1);
     });
     tile.num_next = 0;
     if (!fetch) return;

@@ -11,9 +11,10 @@ constexpr int CHEAP = FEW < 4 ? FEW : 4, DEAR = W == 16 ? FEW : CHEAP;
 
 // total[R][v_pad] = weights x V for R rows from `row` on, straight from the codes; false where the dims do not fit.
 template <int F, int R> bool sum_few(const Tile& tile, const Rows& rows, int64_t row, float* total) {
-    constexpr int V = F == INT4 ? 2 : 1, N = (4 * R <= (W == 16 ? 16 : 12) ? 4 : 2) / V;  // what the registers hold
-    const int64_t groups = scale_groups(F, tile.v_dim), units = tile.v_dim / unit_dims(F);
-    if (units < N || tile.v_dim % (F == INT4 ? INT4_GROUP : W)) return false;
+    constexpr int V = unit_vectors(F), HELD = 4 * R <= (W == 16 ? 16 : 12) ? 4 : 2;  // what the registers hold
+    constexpr int N = V < HELD ? HELD / V : 1;
+    const int64_t groups = scale_groups(F, tile.v_dim, tile.v_group), units = tile.v_dim / unit_dims(F);
+    if (units < N || tile.v_dim % (is_grid(F) ? UNIT : W)) return false;
     const float* weights = rows.weights + row * TILE;
     total += row * tile.v_pad;
     for (int64_t begin = 0; begin < units; begin += N) {
@@ -23,7 +24,7 @@ template <int F, int R> bool sum_few(const Tile& tile, const Rows& rows, int64_t
             if (key < tile.num_next && u == 0 && row == 0) prefetch_row(tile.next_v[key], row_bytes(F, tile.v_dim));
             vec x[N * V];
             UNROLL for (int n = 0; n < N; ++n)
-                load_values<F>(tile.v[key], u + n, F == INT4 ? tile.v_groups + key * groups : nullptr, x + n * V);
+                load_values<F>(tile.v[key], tile.v_dim, u + n, tile.v_groups + key * groups, tile.v_group, x + n * V);
             UNROLL for (int r = 0; r < R; ++r) {
                 const vec w = set1(weights[r * TILE + key]);
                 UNROLL for (int n = 0; n < N * V; ++n) sum[r][n] = fma(w, x[n], sum[r][n]);
@@ -31,22 +32,23 @@ template <int F, int R> bool sum_few(const Tile& tile, const Rows& rows, int64_t
         }
         UNROLL for (int r = 0; r < R; ++r)
             UNROLL for (int n = 0; n < N * V; ++n)
-                store(total + r * tile.v_pad + unit_at<F>(u + n / V) + n % V * 16, sum[r][n]);
+                store(total + r * tile.v_pad + u * unit_dims(F) + n * W, sum[r][n]);
     }
     return true;
 }
 
 // The keys first .. last, decoded: values[key - first][v_pad].
 template <int F> void decode_keys(const Tile& tile, int64_t first, int64_t last, float* values) {
-    const int64_t groups = scale_groups(F, tile.v_dim);
+    const int64_t groups = scale_groups(F, tile.v_dim, tile.v_group);
     for (int64_t key = first; key < last; ++key, values += tile.v_pad) {
         if (key < tile.num_next) prefetch_row(tile.next_v[key], row_bytes(F, tile.v_dim));
-        decode_values<F>(tile.v[key], F == INT4 ? tile.v_groups + key * groups : nullptr, tile.v_dim, values);
+        decode_values<F>(tile.v[key], tile.v_groups + key * groups, tile.v_group, tile.v_dim, values);
         for (int64_t d = tile.v_dim; d < tile.v_pad; ++d) values[d] = 0;
     }
 }
 constexpr void (*DECODE_KEYS[])(const Tile&, int64_t, int64_t, float*) = {
-    decode_keys<FP32>, decode_keys<FP16>, decode_keys<BF16>, decode_keys<INT8>, decode_keys<E4M3>, decode_keys<INT4>,
+    decode_keys<FP32>, decode_keys<FP16>, decode_keys<BF16>, decode_keys<INT8>, decode_keys<E4M3>,
+    decode_keys<INT3>, decode_keys<INT4>, decode_keys<INT5>, decode_keys<INT6>,
 };
 
 // total[R][v_pad] += weights[R][TILE] x values[count][v_pad] for the dims of N vectors.
@@ -105,7 +107,10 @@ void sum_tile(int64_t format, const Tile& tile, const Rows& rows, float* values,
         if (format == BF16) few.template operator()<BF16, CHEAP>();
         if (format == INT8) few.template operator()<INT8, CHEAP>();
         if (format == E4M3) few.template operator()<E4M3, DEAR>();
+        if (format == INT3) few.template operator()<INT3, DEAR>();
         if (format == INT4) few.template operator()<INT4, DEAR>();
+        if (format == INT5) few.template operator()<INT5, DEAR>();
+        if (format == INT6) few.template operator()<INT6, DEAR>();
     }
     if (!done) sum_decoded(format, tile, rows, values, total);
     for (int64_t row = 0; row < rows.count; ++row)

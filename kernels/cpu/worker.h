@@ -39,7 +39,7 @@ class Worker {
             max_rows * TILE, max_rows, max_rows, max_rows * v_pad, max_rows,               // Rows
             max_rows, max_rows, max_rows * v_pad,                                          // the running state
             k_pad * STRIP, TILE * v_pad, max_rows * v_pad,                                 // decoded keys, a tile's sum
-            scale_groups(INT4, a.k_dim) * TILE, scale_groups(INT4, a.v_dim) * TILE, dim + 16, v_pad,
+            (a.k_dim + UNIT - 1) / UNIT * TILE, (a.v_dim + UNIT - 1) / UNIT * TILE, dim + 16, v_pad,
         };
         constexpr int COUNT = sizeof(sizes) / sizeof(*sizes);
         int64_t total = 0;
@@ -164,7 +164,7 @@ class Worker {
             if (total == 0) total = 1;
             for (int64_t d = 0; d < a.v_dim; d += W)
                 store(out + d, load(acc + row * v_pad + d) * set1(kept) / set1(total));
-            if (a.v_rotate) rotate(out, a.v_dim, a.v_rotate);
+            if (a.v_rotate) rotate_back(out, a.v_dim, a.v_rotate);
             store_row(a.out, (token * a.num_q_heads + head) * a.v_dim, a.dtype, a.v_dim, out);
         }
     }

@@ -12,11 +12,14 @@ underflow. Masked keys do not enter ``m``.
 import triton
 import triton.language as tl
 
-from lean.kernels.triton.common import BF16, FP8, FP16, FP32, INT4, INT8, PACKED_PURE, unit_of
+from lean.kernels.triton.common import BF16, FP8, FP16, FP32, INT3, INT4, INT8, PACKED_PURE, unit_of
 from lean.kernels.triton.latent import attend_latent, latent_query
 from lean.kernels.triton.tiles import (
+    groups_of,
+    load_group_scales,
     load_half,
     load_int4,
+    load_planes,
     load_query_halves,
     load_scales,
     power_of_two_below,
@@ -81,6 +84,8 @@ def attend_keys_and_values(
     V_PADDED: tl.constexpr = DIMS[3]
     K_HALVES: tl.constexpr = DIMS[4]
     V_HALVES: tl.constexpr = DIMS[5]
+    K_GROUPS: tl.constexpr = groups_of(K_PADDED, FORMATS[8])
+    V_GROUPS: tl.constexpr = groups_of(V_PADDED, FORMATS[9])
     q0, q1, rest0, rest1, factor = query
     table, base, block_stride, k_scales_offset, v_codes_offset, v_scales_offset = pool
     K_UNIT: tl.constexpr = unit_of(K_FORMAT)
@@ -103,11 +108,21 @@ def attend_keys_and_values(
         stored = (j >= first) & (j < end)
         block = tl.load(table + j // BLOCK_SIZE, mask=stored, other=0).to(tl.int64) * block_stride
         slot = j % BLOCK_SIZE
-        if K_FORMAT == INT4:
-            k0, k1 = load_int4(
-                k_codes, k_scales, block + slot * K_BYTES, block + slot * K_SCALE_BYTES, stored,
-                K_DIM, K_PADDED, TILE, K_COMPUTE, WIDEN, True,
+        if K_FORMAT >= INT3:
+            k_scale_of_group = load_group_scales(
+                k_scales, block, slot, stored, K_SCALE_BYTES, K_SCALE_BYTES, K_GROUPS
             )  # fmt: skip
+            if K_FORMAT == INT4:
+                k0, k1 = load_int4(
+                    k_codes, block + slot * K_BYTES, k_scale_of_group,
+                    K_DIM, K_PADDED, K_GROUPS, TILE, K_COMPUTE, WIDEN, True,
+                )  # fmt: skip
+            else:
+                k0 = load_planes(
+                    k_codes, block + slot * K_BYTES, k_scale_of_group, K_FORMAT,
+                    K_DIM, K_PADDED, K_GROUPS, TILE, K_COMPUTE, WIDEN, True,
+                )  # fmt: skip
+                k1 = k0
         else:
             k0 = load_half(
                 k_codes, block + slot * K_BYTES, stored, 0, K_HALVES, K_FORMAT, K_COMPUTE,
@@ -137,11 +152,21 @@ def attend_keys_and_values(
             V_VECTOR_SCALE, SOFTCAP, ONE_POSITION, WIDEN,
         )  # fmt: skip
         acc0 = acc0 * kept[:, None]
-        if V_FORMAT == INT4:
-            v0, v1 = load_int4(
-                v_codes, v_scales, block + slot * V_BYTES, block + slot * V_SCALE_BYTES, stored,
-                V_DIM, V_PADDED, TILE, V_COMPUTE, WIDEN, V_PURE,
+        if V_FORMAT >= INT3:
+            v_scale_of_group = load_group_scales(
+                v_scales, block, slot, stored, V_SCALE_BYTES, V_SCALE_BYTES, V_GROUPS
             )  # fmt: skip
+            if V_FORMAT == INT4:
+                v0, v1 = load_int4(
+                    v_codes, block + slot * V_BYTES, v_scale_of_group,
+                    V_DIM, V_PADDED, V_GROUPS, TILE, V_COMPUTE, WIDEN, V_PURE,
+                )  # fmt: skip
+            else:
+                v0 = load_planes(
+                    v_codes, block + slot * V_BYTES, v_scale_of_group, V_FORMAT,
+                    V_DIM, V_PADDED, V_GROUPS, TILE, V_COMPUTE, WIDEN, V_PURE,
+                )  # fmt: skip
+                v1 = v0
         else:
             v0 = load_half(
                 v_codes, block + slot * V_BYTES, stored, 0, V_HALVES, V_FORMAT, V_COMPUTE,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from lean.kernels.triton.attention import attend_ranges
-from lean.kernels.triton.common import HEADROOM, LOG2E, OF_STEP, dim_of, load_float, rotate, store_float
+from lean.kernels.triton.common import HEADROOM, LOG2E, OF_STEP, dim_of, load_float, rotate_back, store_float
 
 MERGE = tl.constexpr(16)  # parts that are merged at once
 
@@ -186,5 +186,5 @@ def merge(
     if HAS_SINK_LOGITS:
         total += tl.exp2(logit - top + HEADROOM)
     acc = acc / tl.where(total == 0, 1.0, total)
-    acc = tl.reshape(rotate(tl.reshape(acc, [1, V_PADDED]), 1, V_PADDED, V_ROTATION), [V_PADDED])
+    acc = tl.reshape(rotate_back(tl.reshape(acc, [1, V_PADDED]), 1, V_PADDED, V_ROTATION), [V_PADDED])
     store_float(out, columns, acc, columns < V_DIM, Q_BF16)

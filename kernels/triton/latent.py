@@ -9,8 +9,16 @@ The numbers of a key are held as two tiles: its V, and the rest of it (the rotat
 import triton
 import triton.language as tl
 
-from lean.kernels.triton.common import BF16, FP8, FP16, FP32, GROUP, INT4, INT8, unit_of
-from lean.kernels.triton.tiles import load_half, load_int4, load_query_halves, power_of_two_below, weigh
+from lean.kernels.triton.common import BF16, FP8, FP16, FP32, INT4, INT8, unit_of
+from lean.kernels.triton.tiles import (
+    groups_of,
+    load_group_scales,
+    load_half,
+    load_int4,
+    load_query_halves,
+    power_of_two_below,
+    weigh,
+)
 
 
 @triton.jit
@@ -78,6 +86,9 @@ def attend_latent(
     HALVES: tl.constexpr = DIMS[5]
     REST: tl.constexpr = DIMS[7]
     REST_PADDED: tl.constexpr = DIMS[8]
+    GROUP: tl.constexpr = FORMATS[8]
+    V_GROUPS: tl.constexpr = groups_of(V_PADDED, GROUP)
+    REST_GROUPS: tl.constexpr = groups_of(REST_PADDED, GROUP)
     UNIT: tl.constexpr = unit_of(FORMAT)
     VECTOR_SCALE: tl.constexpr = (FORMAT == INT8) or (FORMAT == FP8)
     RAW: tl.constexpr = (FORMAT == FP32) or (FORMAT == FP16) or (FORMAT == BF16)
@@ -99,13 +110,15 @@ def attend_latent(
         slot = j % BLOCK_SIZE
         rows = block + slot * BYTES
         if FORMAT == INT4:
-            scale_rows = block + slot * SCALE_BYTES
+            v_group_scale = load_group_scales(scales, block, slot, stored, SCALE_BYTES, V_DIM // GROUP, V_GROUPS)
             v0, v1 = load_int4(
-                codes, scales, rows, scale_rows, stored, V_DIM, V_PADDED, TILE, COMPUTE, WIDEN, False
+                codes, rows, v_group_scale, V_DIM, V_PADDED, V_GROUPS, TILE, COMPUTE, WIDEN, False
             )  # fmt: skip
+            k_group_scale = load_group_scales(
+                scales + V_DIM // GROUP, block, slot, stored, SCALE_BYTES, (REST + GROUP - 1) // GROUP, REST_GROUPS
+            )
             k0, k1 = load_int4(
-                rest_codes, scales + V_DIM // GROUP * 2, rows, scale_rows, stored, REST, REST_PADDED, TILE, COMPUTE,
-                WIDEN, True,
+                rest_codes, rows, k_group_scale, REST, REST_PADDED, REST_GROUPS, TILE, COMPUTE, WIDEN, True
             )  # fmt: skip
         else:
             v0 = load_half(codes, rows, stored, 0, HALVES, FORMAT, COMPUTE, V_DIM, V_PADDED, WIDEN, RAW, False)

@@ -12,8 +12,8 @@ import torch
 
 from lean.kernels.triton.common import FORMAT_CODES
 from lean.kernels.triton.failures import explain
-from lean.quant import KVFormat
-from lean.quant.formats import rotation_size
+from lean.quant import Kind, KVFormat
+from lean.quant.formats import UNIT, rotation_size
 
 
 class Launch(NamedTuple):
@@ -54,8 +54,8 @@ def lacking(
     for fmt, dim in ((k_format, k_dim), (v_format, v_dim)):
         if fmt.name not in FORMAT_CODES:
             return f"{fmt.name} has no GPU kernel"
-        if fmt.group_size and dim % fmt.group_size:
-            return f"{fmt.name} with head_dim {dim}, which is no multiple of {fmt.group_size}, has no GPU kernel"
+        if fmt.kind is Kind.GRID and dim % UNIT:
+            return f"{fmt.name} with head_dim {dim}, which is no multiple of {UNIT}, has no GPU kernel"
     if v_in_k and v_dim <= 512 and 0 < k_dim - v_dim <= 128:
         return None
     if max(k_dim, v_dim) > 256:

@@ -168,7 +168,7 @@ def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target:
     """Tile sizes of the prefill kernel.
 
     64 rows, one warp per 16 rows, so a softmax stays in one warp. At head_dim 128 registers run out: 8-bit and raw
-    formats take eight warps; int4, which widens low and high nibbles at once, takes half the rows. Beyond 128 both
+    formats take eight warps; formats of fewer bits, which widen more codes at once, take half the rows. Beyond 128 both
     apply. A tile has the fewest keys that give every thread 16 bytes to load, since the rows share the cost of a step.
     CDNA spills with 64 keys; sm_80 to sm_89 with Triton 3.6 at head_dim 64, where 32 exact keys follow 8-bit ones;
     sm_100 with Triton 3.7 at head_dim 256, where raw formats have three stages.
@@ -177,13 +177,13 @@ def prefill_parameters(layout: KVLayout, dtype: torch.dtype, group: int, target:
         num_warps = 8 if layout.k_format.quantized else 4
         return PrefillParameters(rows=16, tile=16, exact_tile=16, num_warps=num_warps, num_stages=2)
     padded, wide = _padded(layout), _wide(layout, dtype)
-    four_bits = min(layout.k_format.bits, layout.v_format.bits) == 4
-    few_rows = padded > 128 or (padded > 64 and four_bits)
+    low_bits = min(layout.k_format.bits, layout.v_format.bits) < 8
+    few_rows = padded > 128 or (padded > 64 and low_bits)
     rows = max(32 if few_rows else 64, 1 << (group - 1).bit_length())
     if target.backend == "interpreter":
         return PrefillParameters(rows, tile=64, exact_tile=32, num_warps=4, num_stages=3)
-    tile = 64 if padded <= 64 or (padded <= 128 and four_bits and target.backend == "cuda") else 32
-    num_warps = 8 if padded > (128 if four_bits else 64) else 4
+    tile = 64 if padded <= 64 or (padded <= 128 and low_bits and target.backend == "cuda") else 32
+    num_warps = 8 if padded > (128 if low_bits else 64) else 4
     up_to_ada = target.backend == "cuda" and 75 < int(target.arch) < 90
     exact_tile = 16 if padded > 64 or (_TRITON == (3, 6) and up_to_ada and layout.k_format.bits == 8) else 32
     num_stages = 2 if padded > 128 and target.has_early_tcgen05 and not layout.k_format.quantized else 3

@@ -77,7 +77,7 @@ class Dims(NamedTuple):
 
 class Formats(NamedTuple):
     """FORMATS of the kernels, which read it by index: `common.FORMAT_CODES` of the two formats and of the dtypes of
-    their products, and the bytes of a vector's codes and scales."""
+    their products, the bytes of a vector's codes and scales, and the dims that share a scale."""
 
     k: int
     v: int
@@ -87,6 +87,8 @@ class Formats(NamedTuple):
     v_bytes: int
     k_scale_bytes: int
     v_scale_bytes: int
+    k_group: int
+    v_group: int
 
     @classmethod
     def of(cls, layout: KVLayout, target: Target, query_dtype: torch.dtype) -> "Formats":
@@ -107,6 +109,8 @@ class Formats(NamedTuple):
             v_bytes=v.code_bytes(layout.v_dim),
             k_scale_bytes=layout.k_stored.scale_bytes(layout.k_dim),
             v_scale_bytes=v.scale_bytes(layout.v_dim),
+            k_group=layout.groups[0],
+            v_group=layout.groups[1],
         )
 
 

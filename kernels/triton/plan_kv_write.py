@@ -56,7 +56,8 @@ def plan_kv_write(call: WriteCall, target: Target) -> list[Launch]:
         "V_ROTATION": rotation_of(v, v_dim),
         "BLOCK_SIZE": layout.block_size,
         "ROWS": rows,
-        "K_FIRST": v_dim if layout.v_in_k else k_dim,
+        "K_GROUP": layout.groups[0],
+        "V_GROUP": layout.groups[1],
     }
     options = target.options(num_warps=4, num_stages=1, fuse=False)
     num_kinds = 1 if layout.v_in_k else 2

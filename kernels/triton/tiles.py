@@ -10,20 +10,23 @@ from lean.kernels.triton.common import (
     FP8,
     FP16,
     FP32,
-    GROUP,
-    HALF_GROUP,
     HEADROOM,
     INT8,
     LOG2E,
+    UNIT,
+    bits_of_grid,
     dim_of,
     exp2,
     halves,
+    high_bits,
     load_float,
     log2_above,
     rotate,
+    scale_of_bits,
     widen_fp8,
     widen_int4,
     widen_int8,
+    widen_words,
 )
 
 
@@ -73,7 +76,8 @@ def load_half(
     codes, rows, stored, HALF: tl.constexpr, HALVES: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
     DIM: tl.constexpr, PADDED: tl.constexpr, WIDEN: tl.constexpr, ONLY_STORED: tl.constexpr, PURE: tl.constexpr,
 ):  # fmt: skip
-    """[TILE, PADDED / HALVES] elements of the keys whose codes begin at byte offsets ``rows`` [TILE]; not for int4."""
+    """[TILE, PADDED / HALVES] elements of the keys whose codes begin at byte offsets ``rows`` [TILE]; not of formats
+    from INT3 on."""
     columns = tl.arange(0, PADDED // HALVES)
     dims = dim_of(columns, HALF, HALVES)
     MASKED: tl.constexpr = ONLY_STORED or PADDED != DIM
@@ -94,22 +98,54 @@ def load_half(
     return x.to(tl.float32) if COMPUTE == FP32 else x
 
 
+@triton.constexpr_function
+def groups_of(padded, group):
+    """Groups of the scales in a padded vector."""
+    return max(1, padded // group)
+
+
+@triton.jit
+def load_group_scales(
+    scales, block, slot, stored, STORED: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr
+):
+    """fp16 [TILE, PADDED_GROUPS]: of the STORED one-byte scales of every key the first GROUPS; 0 for groups that there
+    are not, and for keys that are not ``stored`` [TILE]. block, slot: [TILE], offset of the key's block, slot in it.
+
+    One or two scales are read with the 4 bytes around them, since an asynchronous copy moves at least 4 bytes.
+    """
+    if STORED <= 2 and GROUPS == STORED:
+        KEYS: tl.constexpr = 4 // STORED
+        word = tl.load((scales + (block + slot // KEYS * 4)).to(tl.pointer_type(tl.int32)), stored, other=0)
+        at = (slot % KEYS * (8 * STORED))[:, None] + (8 * tl.arange(0, STORED))[None, :]
+        scale = scale_of_bits(((word[:, None] >> at) << 7) & 0x7F80)
+    else:
+        group = tl.arange(0, PADDED_GROUPS)
+        mask = stored[:, None] & (group < GROUPS)[None, :]
+        byte = tl.load((scales + (block + slot * STORED))[:, None] + group[None, :], mask, other=0)
+        scale = scale_of_bits(byte.to(tl.int32) << 7)
+    return scale
+
+
+@triton.jit
+def scale_columns(scale, TILE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[TILE, GROUPS] -> [TILE, COLUMNS], each scale for its share of the columns."""
+    SHARE: tl.constexpr = COLUMNS // GROUPS
+    return tl.reshape(tl.broadcast_to(scale[:, :, None], [TILE, GROUPS, SHARE]), [TILE, COLUMNS])
+
+
 @triton.jit
 def load_int4(
-    codes, scales, rows, scale_rows, stored, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    codes, rows, scale, DIM: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
     COMPUTE: tl.constexpr, WIDEN: tl.constexpr, PURE: tl.constexpr,
 ):  # fmt: skip
-    """Both halves, [TILE, PADDED / 2] each, of code/8 x scale, rounded to COMPUTE once; zeros where nothing is stored.
+    """Both halves, [TILE, PADDED / 2] each, of (code + 1/2)/8 x scale, rounded to COMPUTE once. scale: from
+    `load_group_scales`, of which a 0 gives zeros.
 
-    The product never overflows, since |code/8| <= 1, and its rounding is 2^-11 of a vector's largest element at most:
-    no more than that of the query or of the weights. One dot over all groups then serves, instead of one per group.
+    The product never overflows, since |code + 1/2| < 8, and its rounding is 2^-11 of a vector's largest element at
+    most: no more than that of the query or of the weights. One dot over all groups then serves, instead of one each.
     """
     columns = tl.arange(0, PADDED // 2)
-    groups = tl.arange(0, PADDED // GROUP)
-    group_mask = stored[:, None] & (groups < DIM // GROUP)[None, :]
-    scale_ptr = (scales + scale_rows).to(tl.pointer_type(tl.float16))[:, None] + groups[None, :]
-    scale = tl.load(scale_ptr, mask=group_mask, other=0.0)
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [TILE, PADDED // GROUP, HALF_GROUP]), [TILE, PADDED // 2])
+    scale = scale_columns(scale, TILE, GROUPS, PADDED // 2)
     ptr = codes + rows[:, None] + columns[None, :]
     packed = load_where(ptr, (columns < DIM // 2)[None, :], PADDED != DIM)
     low, high = widen_int4(packed, WIDEN, PURE)
@@ -117,6 +153,40 @@ def load_int4(
         return low.to(tl.float32) * scale.to(tl.float32), high.to(tl.float32) * scale.to(tl.float32)
     else:
         return low * scale, high * scale
+
+
+@triton.jit
+def load_plane(ptr, rows, BITS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    """int32 [TILE, PADDED / 4]: the bits of four neighbouring dims in the lowest bits of a word's bytes, from the plane
+    of BITS bits that begins at byte offsets ``rows`` [TILE]."""
+    UNITS: tl.constexpr = PADDED // UNIT
+    columns = tl.arange(0, UNITS * BITS)
+    address = (ptr + rows).to(tl.pointer_type(tl.int32))[:, None] + columns[None, :]
+    mask = (columns < DIM * BITS // UNIT)[None, :]
+    words = load_where(address, mask, PADDED != DIM)
+    words = tl.reshape(words, [TILE, UNITS, 1, BITS])
+    shifts = BITS * tl.arange(0, 8 // BITS)
+    words = words >> tl.reshape(shifts, [1, 1, 8 // BITS, 1])
+    return tl.reshape(words, [TILE, PADDED // 4]) & (0x01010101 * ((1 << BITS) - 1))
+
+
+@triton.jit
+def load_planes(
+    codes, rows, scale, FORMAT: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
+    TILE: tl.constexpr, COMPUTE: tl.constexpr, WIDEN: tl.constexpr, PURE: tl.constexpr,
+):  # fmt: skip
+    """[TILE, PADDED] of (code + 1/2) / 2^(bits - 1) x scale of the formats of two planes; as `load_int4` otherwise."""
+    BITS: tl.constexpr = bits_of_grid(FORMAT)
+    HIGH: tl.constexpr = high_bits(FORMAT)
+    high = load_plane(codes, rows, HIGH, DIM, PADDED, TILE)
+    low = load_plane(codes, rows + DIM * HIGH // 8, BITS - HIGH, DIM, PADDED, TILE)
+    words = (high << (8 - HIGH)) | (low << (8 - BITS)) | (0x01010101 << (7 - BITS))
+    x = widen_words(words, TILE, PADDED // 4, WIDEN, PURE)  # (code + 1/2) 2^(8 - bits)
+    scale = scale_columns(scale * 0.0078125, TILE, GROUPS, PADDED)  # exact, as a scale has four bits
+    if COMPUTE == FP32:
+        return x.to(tl.float32) * scale.to(tl.float32)
+    else:
+        return x * scale
 
 
 @triton.jit

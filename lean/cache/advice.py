@@ -14,7 +14,7 @@ from lean.quant.formats import KVFormat
 
 _MIB = 2**20
 _MARGIN = 0.98  # other programs take memory between a refusal and the next start
-_SMALLER = ("int8", "k8v4", "int4")  # by bytes, most first
+_SMALLER = ("int8", "k8v4", "k6v4", "int4")  # by bytes, most first
 _WINDOWS = (4096, 2048, 1024, 512, 256, 128, 64, 32)
 _MOST_NAMED = 4
 

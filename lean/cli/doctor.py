@@ -209,7 +209,7 @@ def _check_kernels(device: torch.device, serving: str) -> Finding:
 
 def _cases(device: torch.device) -> Iterator[tuple[str, torch.dtype]]:
     """The formats and query dtypes to check. On a GPU, where each pair is compiled first, int8 alone has all dtypes."""
-    for kv_dtype in ("bf16", "int8", "fp8", "int4", "k8v4"):
+    for kv_dtype in ("bf16", "int8", "fp8", "int4", "k8v4", "k6v4", "k=int5,v=int3"):
         for dtype in _TOLERANCE:
             if device.type == "cpu" and dtype is torch.float16:
                 continue

@@ -19,7 +19,7 @@ from lean.kernels.layout import KVLayout, blocks_for
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
 from lean.kernels.reference import read_slots
 from lean.model.latent import LatentProjection
-from lean.quant import raw_format, rotate
+from lean.quant import raw_format, rotate_back
 
 FEW_ROWS = 64  # a shorter chunk stays absorbed: setting up the pools would take longer than what is saved
 POOL_BYTES = 32 * 2**20  # of K and V that are held at once; those of one head may take more
@@ -121,7 +121,7 @@ class _Vectors:
         wide = torch.promote_types(dtype, torch.float32)
         for part in range(0, len(slots), _TOKENS):
             vectors, _ = read_slots(pool.arena, layout, pool.offset, slots[part : part + _TOKENS], wide)
-            self.latent[part : part + _TOKENS] = (rotate(vectors) if layout.k_format.rotate else vectors)[:, 0]
+            self.latent[part : part + _TOKENS] = (rotate_back(vectors) if layout.k_format.rotate else vectors)[:, 0]
 
     def pool_for(self, layout: KVLayout) -> LayerPool:
         return LayerPool(torch.empty(self.num_blocks + 1, layout.nbytes, dtype=torch.uint8), layout, 0)

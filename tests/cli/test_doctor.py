@@ -21,7 +21,7 @@ def findings(topic):
     return [finding for finding in doctor.examine() if finding.topic == topic]
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "int4", "k8v4"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "int4", "k8v4", "k6v4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernels_that_serve_agree_with_the_reference(kv_dtype, dtype):
     assert check.worst_error(CPU, kv_dtype, dtype) <= doctor._TOLERANCE[dtype]
@@ -77,7 +77,7 @@ def test_on_a_gpu_steps_are_recorded_and_every_format_and_dtype_is_checked(monke
     assert (found.level, "recorded steps included" in found.text) == ("ok", True)
     assert {case[0] for case in checked} == {cuda}
     assert {case[3] for case in checked} == {"recorder"}
-    assert {case[1] for case in checked} == {"bf16", "int8", "fp8", "int4", "k8v4"}
+    assert {case[1] for case in checked} == {"bf16", "int8", "fp8", "int4", "k8v4", "k6v4", "k=int5,v=int3"}
     assert {case[2] for case in checked} == {torch.float32, torch.bfloat16, torch.float16}
 
 

@@ -11,7 +11,7 @@ from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
 from lean.quant import parse_kv_dtype
 
-KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8", "int4", "k8v4", "k=int8,v=fp8")
+KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8", "int4", "k8v4", "k=int6,v=int3", "k=int5,v=fp8")
 ONE_HEAD = Heads(3, 1, 64, 64)
 # Against the formula over the dequantized cache. float32 queries are computed in float32. Half queries: the query, the
 # weights and, of int4, code x scale are rounded to 2^-11, bf16 rounds its output to 2^-8.

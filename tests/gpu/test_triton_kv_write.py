@@ -12,8 +12,9 @@ from lean.kernels.ops import LayerPool, kv_write
 from lean.kernels.triton import common
 from lean.kernels.triton import kv_write as kernel
 from lean.quant import KVFormat, codecs, parse_kv_dtype, rotate
+from lean.quant.formats import UNIT
 
-KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8", "int4", "k8v4", "k=fp8,v=int8")
+KV_DTYPES = ("fp32", "fp16", "bf16", "int8", "int4", "k8v4", "k=fp8,v=int8", "k6v4", "k=int5,v=int3")
 
 
 def assert_same_bytes(
@@ -32,7 +33,7 @@ def assert_same_bytes(
 @pytest.mark.parametrize(
     ("kv_dtype", "dims"),
     [(name, dims) for name in KV_DTYPES for dims in ((64, 64), (96, 128), (128, 192), (256, 256))]
-    + [(name, (16, 24)) for name in KV_DTYPES if "4" not in name],  # int4 comes in groups of 32
+    + [(name, (16, 24)) for name in KV_DTYPES[:4] + KV_DTYPES[6:7] if name != "int4"],  # int3 to int6: 32 dims and more
     ids=str,
 )
 def test_every_format_and_head_dim_has_the_bytes_of_the_reference(kv_dtype: str, dims: tuple[int, int]) -> None:
@@ -55,7 +56,7 @@ def unrotated(formats: str) -> KVFormat:
     return replace(parse_kv_dtype(formats)[0], rotate=False)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4", "int3g128"])
 def test_ties_saturation_and_every_code_boundary_are_rounded_alike(kv_dtype: str) -> None:
     """The largest element makes the scale a power of two, so every boundary of codes is hit from both sides."""
     fmt = unrotated(kv_dtype)
@@ -71,7 +72,7 @@ def test_ties_saturation_and_every_code_boundary_are_rounded_alike(kv_dtype: str
     assert_same_bytes((fmt, fmt), x, -x)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4", "fp16", "bf16"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4", "int6", "fp16", "bf16"])
 def test_extreme_vectors_have_the_bytes_of_the_reference(kv_dtype: str) -> None:
     """Zeros, subnormals, scales below the smallest and above the largest, infinities and NaN."""
     generator = torch.Generator().manual_seed(1)
@@ -99,6 +100,8 @@ def test_padding_and_views_of_packed_tensors_are_read_as_they_lie() -> None:
 
 def test_the_kernels_constants_are_those_of_the_recipe() -> None:
     assert (kernel.MIN_SCALE.value, kernel.MAX_SCALE.value) == (codecs.MIN_SCALE, codecs.MAX_SCALE)
-    assert common.GROUP.value == parse_kv_dtype("int4")[0].group_size
+    names = "MIN_BYTE", "MAX_BYTE", "NAN_BYTE", "NUM_SCALES"
+    assert [getattr(kernel, name).value for name in names] == [getattr(codecs, name) for name in names]
+    assert common.UNIT.value == UNIT
     assert rotate(torch.ones(1, 4)).tolist() == [[2, 0, 0, 0]]
     assert set(FILLS) >= {"0x7f"}

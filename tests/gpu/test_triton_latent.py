@@ -76,7 +76,7 @@ def test_the_bytes_are_those_of_k_and_nothing_else_is_written(kv_dtype: str, dty
     wanted = filled((2, layout.nbytes + 64), "0x7f")
     wanted[1, 16 : 16 + codes.numel()] = codes.flatten()
     start = 16 + layout.k_scales_offset
-    wanted[1, start : start + 2 * scales.numel()] = scales.contiguous().view(torch.uint8).flatten()
+    wanted[1, start : start + scales.numel() * scales.element_size()] = scales.contiguous().view(torch.uint8).flatten()
     assert torch.equal(arena, wanted)
 
 

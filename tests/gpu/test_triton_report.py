@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 ATTENTION = ("decode", "prefill")
+IN_PLANES = ("k6v4", "k=int5,v=int3")  # as in `report`
 LATENT = (288, 576)  # sizes of latent vectors, see `report.LATENT`
 
 
@@ -51,12 +52,17 @@ def test_two_programs_fit_into_the_shared_memory_of_an_sm_86(rows: list[dict]) -
 
 
 def test_decode_leaves_the_multiprocessors_idle_slots_on_consumer_gpus(rows: list[dict]) -> None:
-    """At most 60% of what an RTX 3090 issues while a byte arrives (19.0); an RTX 4090 has twice as much."""
+    """At most 60% of what an RTX 3090 issues while a byte arrives (19.0); an RTX 4090 has twice as much. Codes in two
+    planes take more instructions for fewer bytes: at most what it issues."""
     decode = [r for r in rows if r["kernel"] == "decode" and r["target"] == "sm_86" and r["head_dim"] <= 128]
     assert {(r["format"], r["head_dim"]) for r in decode} >= {
         (f, d) for f in ("int8", "fp8", "int4") for d in (64, 128)
     }
-    assert not failing(decode, lambda row: 0 < row["issue_slots_per_kv_byte"] <= 0.6 * 19.0)
+    in_planes = [row for row in decode if row["format"] in IN_PLANES]
+    assert len(in_planes) == 2 * len(IN_PLANES)
+    assert not failing(in_planes, lambda row: 0 < row["issue_slots_per_kv_byte"] <= 19.0)
+    others = [row for row in decode if row not in in_planes]
+    assert not failing(others, lambda row: 0 < row["issue_slots_per_kv_byte"] <= 0.6 * 19.0)
 
 
 def test_prefill_compiles_for_sm_100(rows: list[dict]) -> None:

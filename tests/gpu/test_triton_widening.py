@@ -24,7 +24,7 @@ def word_of(pair: torch.Tensor) -> int:
 def run(ptx: str, outputs: int, word: int) -> list[float]:
     """Carry out straight-line PTX (the ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/) on one input word;
     the outputs as fp16."""
-    registers = {f"${outputs}": word}
+    registers, halves = {f"${outputs}": word}, {}
 
     def value(name: str) -> int:
         return int(name, 16) if name.startswith("0x") else int(name) if name.isdigit() else registers[name]
@@ -32,6 +32,10 @@ def run(ptx: str, outputs: int, word: int) -> list[float]:
     for text in re.findall(r"^(?!\.reg)(\w[^;]*);", ptx, re.MULTILINE):
         op, rest = text.split(maxsplit=1)
         target, *names = (name.strip() for name in rest.split(","))
+        if target.startswith("{"):  # a register as two halves
+            first, second = (name.strip(" {}") for name in rest.split(",")[:2])
+            halves |= dict(zip((first, second), half2(value(names[-1])).tolist()))
+            continue
         a, b, c, table = ([value(name) for name in names] + [0] * 4)[:4]
         if op == "mov.b32":
             out = a
@@ -56,6 +60,8 @@ def run(ptx: str, outputs: int, word: int) -> list[float]:
         else:
             raise AssertionError(f"unknown instruction {op}")
         registers[target] = out & 0xFFFFFFFF
+    if halves:
+        return [halves[f"${i}"] for i in range(outputs)]
     return torch.cat([half2(registers[f"${i}"]) for i in range(outputs)]).tolist()
 
 
@@ -69,9 +75,16 @@ def test_every_code_of_a_byte_is_widened_exactly(kv_dtype: str, ptx, unit: float
         assert torch.equal(actual[finite], wanted[finite])
 
 
+def test_the_bytes_of_a_word_are_widened_exactly() -> None:
+    for codes in WORDS:
+        wanted = codes.to(torch.uint8).view(torch.int8).float()
+        word = int.from_bytes(bytes(codes.tolist()), "little")
+        assert torch.equal(torch.tensor(run(common.WORD_PTX.value, 4, word)), wanted)
+
+
 def test_both_nibbles_of_every_int4_byte_are_widened_exactly() -> None:
     for codes in WORDS:
         signed = codes.to(torch.uint8).view(torch.int8)
-        wanted = torch.cat([(signed << 4) >> 4, signed >> 4]).float()
+        wanted = torch.cat([(signed << 4) >> 4, signed >> 4]).float() + 0.5
         word = int.from_bytes(bytes(codes.tolist()), "little")
         assert torch.equal(torch.tensor(run(common.INT4_PTX.value, 4, word)) * 8, wanted)

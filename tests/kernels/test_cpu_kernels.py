@@ -19,7 +19,18 @@ from lean.quant import KVFormat, encode, parse_kv_dtype
 from lean.quant.codecs import RAW_DTYPES
 
 pytestmark = pytest.mark.skipif(build.find_library() is None, reason=f"not built: {build.HOW}")
-FORMATS = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "k8v4", "k=int4,v=int8", "k=fp8,v=int4")
+FORMATS = (
+    "fp32",
+    "bf16",
+    "fp16",
+    "int8",
+    "fp8",
+    "int4",
+    "k8v4",
+    "k=int6,v=int3",
+    "k=int3g32,v=int5",
+    "k=fp8,v=int4g64",
+)
 CPU = torch.device("cpu")
 
 
@@ -91,10 +102,10 @@ def written(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int3", "int4", "int5", "int6", "int4g64", "int3g128"])
 def test_the_bytes_are_those_of_quant_for_every_vector(kv_dtype: str, rotated: bool, dtype: torch.dtype) -> None:
     fmt = replace(parse_kv_dtype(kv_dtype)[0], rotate=rotated)
-    for dim in (8, 16, 24, 64, 72, 80, 128, 256):
+    for dim in (8, 24, 64, 72, 80, 96, 112, 256):
         x = awkward(dim).to(dtype)
         codes, scales = encode(x[:, 0], fmt)
         own_codes, own_scales = written(x, fmt)
@@ -131,8 +142,8 @@ def test_prefill_and_decode_equal_the_formula(kv_dtype: str, rule: Rule) -> None
         assert error(rows, expected(tokens, kv_dtype, rule, start, stop, sink_logits)) < 4e-6
 
 
-@pytest.mark.parametrize("dims", [(n, n) for n in (16, 24, 64, 72, 80, 96, 128, 192, 256)] + [(192, 128), (24, 64)])
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("dims", [(n, n) for n in (16, 24, 64, 72, 80, 96, 112, 128, 256)] + [(192, 128), (24, 64)])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "int4", "k=int6,v=int3", "k=int3g32,v=int5"])
 def test_every_head_dim_equals_the_formula_and_decodes_to_the_bits_of_prefill(
     kv_dtype: str, dims: tuple[int, int]
 ) -> None:
@@ -146,7 +157,7 @@ def test_every_head_dim_equals_the_formula_and_decodes_to_the_bits_of_prefill(
 
 
 @pytest.mark.parametrize("num_q_heads", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 40])
-@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8", "int4", "k=int5,v=int3"])
 def test_every_group_size_equals_the_formula_and_decodes_to_the_bits_of_prefill(
     kv_dtype: str, num_q_heads: int
 ) -> None:
@@ -173,7 +184,7 @@ LENGTHS = (1500, 1, 511, 512, 513, 130, 1025)  # both sides of tiles and splits
 
 
 @pytest.mark.parametrize("rule", ["full", "everything"])
-@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8", "int4", "k=int6,v=int3"])
 def test_a_row_has_the_same_bits_in_any_chunk_batch_and_number_of_threads(kv_dtype: str, rule: str) -> None:
     heads = Heads(4, 2, 32, 32)
     sequences = [Tokens.random(n, heads, seed=n) for n in LENGTHS]

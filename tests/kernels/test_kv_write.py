@@ -7,7 +7,7 @@ from attention_oracle import FILLS, KV_DTYPES, Heads, PagedCache, Rule, Tokens, 
 from lean.kernels import reference
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
-from lean.quant import KVFormat, encode, parse_kv_dtype, quantize_dequantize, rotate
+from lean.quant import KVFormat, encode, parse_kv_dtype, quantize_dequantize, rotate_back
 
 DIMS = [(16, 16), (24, 40), (72, 72), (64, 128), (256, 256)]
 
@@ -22,8 +22,8 @@ def parts_of(
     """Views of one block, [K codes | K scales | V codes | V scales] from ``offset`` on, each [kv_head, slot, bytes]."""
     views = []
     for fmt, dim in zip(formats, (heads.k_dim, heads.v_dim)):
-        groups = {"int8": 1, "fp8": 1, "int4": -(-dim // 32)}.get(fmt.name, 0)
-        for row_bytes in (dim * fmt.bits // 8, 2 * groups):
+        scale_bytes = {"int8": 2, "fp8": 2, "int4": -(-dim // 32)}.get(fmt.name, -(-dim // 64) * (fmt.bits < 8))
+        for row_bytes in (dim * fmt.bits // 8, scale_bytes):
             nbytes = heads.num_kv_heads * block_size * row_bytes
             views.append(block[offset : offset + nbytes].view(heads.num_kv_heads, block_size, row_bytes))
             offset += aligned(nbytes)
@@ -142,7 +142,7 @@ def test_single_slots_can_be_read_back(kv_dtype: str) -> None:
         (tokens.key, tokens.value),
         parse_kv_dtype(kv_dtype),
     ):
-        assert torch.equal(rotate(read) if fmt.rotate else read, quantize_dequantize(x[[19, 15]], fmt))
+        assert torch.equal(rotate_back(read) if fmt.rotate else read, quantize_dequantize(x[[19, 15]], fmt))
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "k8v4"])
@@ -177,7 +177,7 @@ def test_a_pool_spends_the_bytes_of_its_format_and_less_than_64_more_per_block(
     """The bytes per token that a layout states are those that the arena holds."""
     layout = KVLayout(*parse_kv_dtype(kv_dtype), 3, dim, dim, block_size)
     groups = -(-dim // 32)
-    per_vector = {"bf16": 2 * dim, "int8": dim + 2, "fp8": dim + 2, "int4": dim // 2 + 2 * groups}
+    per_vector = {"bf16": 2 * dim, "int8": dim + 2, "fp8": dim + 2, "int4": dim // 2 + groups}
     k, v = ("int8", "int4") if kv_dtype == "k8v4" else (kv_dtype, kv_dtype)
     assert layout.bytes_per_token == 3 * (per_vector[k] + per_vector[v])
     assert 0 <= layout.nbytes - block_size * layout.bytes_per_token < 64

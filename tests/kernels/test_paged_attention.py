@@ -5,7 +5,7 @@ import torch
 from attention_oracle import KV_DTYPES, RULES, Heads, PagedCache, Rule, Tokens, error, expected
 
 from lean.kernels.ops import kv_write
-from lean.quant import rotate
+from lean.quant import rotate_back
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6}
 EVERYTHING = RULES["everything"]
@@ -173,8 +173,8 @@ def test_views_of_packed_and_of_head_major_tensors_are_read_as_they_lie(kv_dtype
 def test_fp16_queries_survive_key_scales_of_thousands(kv_dtype: str, meets: str) -> None:
     """A query of 40 times a key scale of 4000 is beyond fp16, whether or not the code it meets is zero."""
     heads = Heads(1, 1, 64, 64)
-    basis = torch.eye(64) if kv_dtype == "fp8" else rotate(torch.eye(64))
-    largest = {"int8": 127, "fp8": 448, "int4": 7}[kv_dtype] * 4000.0
+    basis = torch.eye(64) if kv_dtype == "fp8" else rotate_back(torch.eye(64))
+    largest = {"int8": 127, "fp8": 448, "int4": 7.5}[kv_dtype] * 4096.0
     query = 40 * basis[0 if meets == "a zero code" else 1]
     tokens = Tokens.random(20, heads)
     key = torch.where(torch.arange(20)[:, None] % 2 == 0, largest * basis[1], tokens.key[:, 0])[:, None]

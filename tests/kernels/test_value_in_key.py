@@ -45,7 +45,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def test_a_block_holds_k_alone(kv_dtype: str) -> None:
     fmt = parse_kv_dtype(kv_dtype)[0]
     layout = KVLayout(fmt, fmt, 1, 576, 512, 32, v_in_k=True)
-    nbytes = {"fp32": 2304, "bf16": 1152, "int8": 576 + 4, "fp8": 576 + 4, "int4": 288 + 36}[kv_dtype]
+    nbytes = {"fp32": 2304, "bf16": 1152, "int8": 576 + 4, "fp8": 576 + 4, "int4": 288 + 18}[kv_dtype]
     assert layout.bytes_per_token == nbytes
     assert layout.nbytes == 32 * nbytes
     assert layout.offsets == (0, layout.k_scales_offset, 0, layout.k_scales_offset)
@@ -62,7 +62,7 @@ def test_the_bytes_are_those_of_k_and_nothing_else_is_written(server: str, kv_dt
     wanted = filled((2, layout.nbytes + 64), "0x7f")
     wanted[1, 16 : 16 + codes.numel()] = codes.flatten()
     start = 16 + layout.k_scales_offset
-    wanted[1, start : start + 2 * scales.numel()] = scales.contiguous().view(torch.uint8).flatten()
+    wanted[1, start : start + scales.numel() * scales.element_size()] = scales.contiguous().view(torch.uint8).flatten()
     assert torch.equal(arena, wanted)
 
 
@@ -120,8 +120,12 @@ def test_what_no_row_sees_does_not_matter(server: str, kv_dtype: str, rule: str)
     assert all(same_bits(rows[0], other) for other in rows[1:])
 
 
-@pytest.mark.parametrize(("kv_dtype", "k_dim", "v_dim"), [("int8", 64, 32), ("int4", 72, 48), ("bf16", 32, 40)])
-def test_a_prefix_that_ends_inside_a_group_or_a_rotation_is_refused(kv_dtype: str, k_dim: int, v_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "k_dim", "v_dim"), [("int8", 64, 32), ("int4", 72, 48), ("bf16", 32, 40), ("int5", 576, 512)]
+)
+def test_a_prefix_that_ends_inside_a_group_or_a_rotation_or_lies_in_planes_is_refused(
+    kv_dtype: str, k_dim: int, v_dim: int
+) -> None:
     fmt = parse_kv_dtype(kv_dtype)[0]
     layout = KVLayout(fmt, fmt, 1, k_dim, v_dim, 16, v_in_k=True)
     with pytest.raises(ValueError, match=f"first {v_dim} of the {k_dim} numbers"):

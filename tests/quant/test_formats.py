@@ -12,7 +12,11 @@ from lean.quant import (
     FP16,
     FP32,
     FP64,
+    INT3,
     INT4,
+    INT4G64,
+    INT5,
+    INT6,
     INT8,
     NAMES,
     KVFormat,
@@ -26,7 +30,7 @@ from lean.quant import (
 RAW = {torch.float64: FP64, torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16}
 NAME = attrgetter("name")
 INT4_FLAT = replace(INT4, rotate=False)
-QUANTIZED = (INT8, FP8, INT4)
+QUANTIZED = (INT8, FP8, INT3, INT4, INT5, INT6)
 DIMS = (8, 16, 24, 64, 72, 80, 96, 112, 128, 192, 256)
 
 
@@ -34,7 +38,9 @@ DIMS = (8, 16, 24, 64, 72, 80, 96, 112, 128, 192, 256)
     ("name", "sizes"),
     {
         "fp64": [1024, 2048, 4096], "fp32": [512, 1024, 2048], "fp16": [256, 512, 1024], "bf16": [256, 512, 1024],
-        "int8": [132, 260, 516], "fp8": [132, 260, 516], "int4": [72, 144, 288], "k8v4": [102, 202, 402],
+        "int8": [132, 260, 516], "fp8": [132, 260, 516], "int3": [50, 100, 200], "int4": [68, 136, 272],
+        "int5": [82, 164, 328], "int6": [98, 196, 392],
+        "int4g64": [66, 132, 264], "k8v4": [100, 198, 394], "k6v4": [82, 164, 328], "k5v4": [74, 148, 296],
     }.items(),
 )  # fmt: skip
 def test_bytes_per_token_and_head_are_those_of_the_table(name, sizes):
@@ -44,7 +50,7 @@ def test_bytes_per_token_and_head_are_those_of_the_table(name, sizes):
 
 @pytest.mark.parametrize(
     ("dim", "groups", "nbytes"),
-    [(8, 1, 6), (24, 1, 14), (32, 1, 18), (40, 2, 24), (72, 3, 42), (80, 3, 46), (96, 3, 54), (112, 4, 64)],
+    [(8, 1, 5), (24, 1, 13), (32, 1, 17), (40, 2, 22), (72, 3, 39), (80, 3, 43), (96, 3, 51), (112, 4, 60)],
 )
 def test_int4_counts_a_short_last_group_as_a_group(dim, groups, nbytes):
     assert (INT4.groups(dim), INT4.bytes_per_vector(dim)) == (groups, nbytes)
@@ -74,10 +80,11 @@ def test_byte_counts_are_the_bytes_that_are_written(fmt, dim):
 
 
 def test_table_lists_each_format_under_its_name():
-    assert list(FORMATS) == ["fp64", "fp32", "fp16", "bf16", "int8", "fp8", "int4"]
+    names = ["fp64", "fp32", "fp16", "bf16", "int8", "fp8", "int3", "int4", "int5", "int6"]
+    assert [name for name in FORMATS if "g" not in name] == names
     assert all(fmt.name == name for name, fmt in FORMATS.items())
-    assert [fmt.name for fmt in FORMATS.values() if fmt.rotate] == ["int8", "int4"]
-    assert set(NAMES) == {*FORMATS, "k8v4"}
+    assert all(fmt.rotate == name.startswith("int") for name, fmt in FORMATS.items())
+    assert set(NAMES) == {*names, "k8v4", "k6v4", "k5v4"}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +97,11 @@ def test_table_lists_each_format_under_its_name():
         ("k=float64,v=float32", FP64, FP32),
         ("k=float16,v=bf16", FP16, BF16),
         ("k8v4", INT8, INT4),
+        ("k6v4", INT6, INT4G64),
+        ("k5v4", INT5, INT4G64),
+        ("k=int3g32,v=int6g128", FORMATS["int3g32"], FORMATS["int6g128"]),
+        ("int4g32", INT4, INT4),
+        ("k=int3g64,v=int5", INT3, INT5),
         ("k=int8,v=int4", INT8, INT4),
         ("v=int4,k=int8", INT8, INT4),
         ("k=fp8_e4m3,v=bfloat16", FP8, BF16),
@@ -102,7 +114,8 @@ def test_kv_dtype_reads_as(text, k, v):
 
 
 UNREADABLE = [
-    "", " ", "int3", "fp8_e5m2", "auto", "int8,int4", "=", "k=int8", "k=int8,", "k=int8,v=", "k=int8,k=int4",
+    "", " ", "int2", "int4g", "int4g16", "int8g32",
+    "fp8_e5m2", "auto", "int8,int4", "=", "k=int8", "k=int8,", "k=int8,v=", "k=int8,k=int4",
     "k=int8,v=int4,v=int4", "k=int8,v=int4,", "k=int8,q=int4", "k=int8=int4,v=int4", "k=k8v4,v=int4", "int8,v=int4",
 ]  # fmt: skip
 
@@ -113,9 +126,9 @@ def test_unreadable_kv_dtypes_are_refused(text):
         parse_kv_dtype(text)
 
 
-@pytest.mark.parametrize("text", ["int3", "k=int3,v=int8"])
+@pytest.mark.parametrize("text", ["int2", "k=int2,v=int8"])
 def test_error_names_the_unknown_format_and_the_choices(text):
-    with pytest.raises(ValueError, match=r"'int3'.*int8.*int4.*k8v4"):
+    with pytest.raises(ValueError, match=r"'int2'.*int8.*int4.*k8v4.*int4g64"):
         parse_kv_dtype(text)
 
 
@@ -186,28 +199,26 @@ def test_raw_formats_return_every_value(dtype, fmt):
     torch.testing.assert_close(decode(codes, scales, fmt, torch.float64), x.double(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_int4_byte_k_holds_dim_k_low_and_dim_k_plus_half_a_group_high():
-    codes, scales = encode(torch.tensor([7.0, 1, -2, 3, -4, 5, -6, -7]), INT4_FLAT)
-    assert codes.tolist() == [0xC7, 0x51, 0xAE, 0x93]
-    assert scales.tolist() == [1]
+def test_int4_byte_k_holds_dim_k_low_and_dim_k_plus_half_a_unit_high():
+    codes, scales = encode(torch.tensor([7.5, 1.5, -2.5, 3.5, -4.5, 5.5, -6.5, -7.5]), INT4_FLAT)
+    assert codes.tolist() == [0xB7, 0x51, 0x9D, 0x83]
+    assert scales.tolist() == [15 << 3]  # 1.0
 
 
-def test_int4_packing_stays_inside_its_group_also_in_the_short_last_one():
-    values = [7, *(5 * i % 15 - 7 for i in range(31)), -7, *(4 * i % 15 - 7 for i in range(31))]
-    values += [7, -1, 0, 2, -3, 4, -5, 6]
-    codes, scales = encode(torch.tensor(values).float(), INT4_FLAT)
-    assert (codes.shape, scales.tolist()) == ((36,), [1, 1, 1])
-    for start, byte, half in [(0, 0, 16), (32, 16, 16), (64, 32, 4)]:
-        for k in range(half):
-            assert codes[byte + k] == values[start + k] % 16 + 16 * (values[start + k + half] % 16)
-    assert decode(codes, scales, INT4_FLAT).tolist() == values
+def test_planes_of_a_unit_of_eight():
+    """Bits 5..2 of dims 0..3 and 4..7 in four bytes, then bits 1..0 of dims 0, 2, 4, 6 and 1, 3, 5, 7 in two."""
+    values = torch.tensor([31.5, -31.5, 0.5, -0.5, 1.5, 2.5, 3.5, -4.5])
+    codes, _ = encode(values, replace(INT6, rotate=False))
+    signed = [31, -32, 0, -1, 1, 2, 3, -5]
+    assert codes[:4].tolist() == [(signed[k] >> 2) & 15 | ((signed[k + 4] >> 2) & 15) << 4 for k in range(4)]
+    assert codes[4:].tolist() == [sum((signed[k + 2 * i] & 3) << 2 * i for i in range(4)) for k in range(2)]
 
 
 def test_every_int4_byte_decodes_low_nibble_first():
     signed = [*range(8), *range(-8, 0)]
     codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 4)
-    values = decode(codes, torch.ones(256, 1).half(), INT4)
-    assert values.tolist() == [[signed[c % 16]] * 4 + [signed[c // 16]] * 4 for c in range(256)]
+    values = decode(codes, torch.full((256, 1), 15 << 3, dtype=torch.uint8), INT4)
+    assert values.tolist() == [[signed[c % 16] + 0.5] * 4 + [signed[c // 16] + 0.5] * 4 for c in range(256)]
 
 
 def bits_equal(a, b):

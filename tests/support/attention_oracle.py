@@ -12,9 +12,9 @@ import torch
 
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
-from lean.quant import KVFormat, parse_kv_dtype, quantize_dequantize, raw_format, rotate
+from lean.quant import KVFormat, parse_kv_dtype, quantize_dequantize, raw_format, rotate, rotate_back
 
-KV_DTYPES = ("fp64", "fp32", "bf16", "fp16", "int8", "fp8", "int4", "k8v4", "k=int8,v=fp8")
+KV_DTYPES = ("fp64", "fp32", "bf16", "fp16", "int8", "fp8", "int4", "k8v4", "k=int8,v=fp8", "k6v4", "k=int5,v=int3")
 # 0xFF bytes are NaN in every float format, 0x7F in e4m3 and fp16 (huge in the others); 0x7E00 is the usual fp16 NaN.
 FILLS = {"zeros": (0,), "0x7f": (0x7F,), "0xff": (0xFF,), "fp16 nan": (0x00, 0x7E)}
 
@@ -134,7 +134,7 @@ def latent_through_cache(key: torch.Tensor, v_dim: int, fmt: KVFormat) -> torch.
     plain = replace(fmt, rotate=False)
     y = rotate(key.float()).double() if fmt.rotate else key  # the recipe rotates in float32
     y = torch.cat([quantize_dequantize(part, plain) for part in (y[..., :v_dim], y[..., v_dim:])], dim=-1)
-    return rotate(y) if fmt.rotate else y
+    return rotate_back(y) if fmt.rotate else y
 
 
 def exact_formats(formats: Sequence[KVFormat], dtype: torch.dtype) -> tuple[KVFormat, KVFormat]:

@@ -23,7 +23,7 @@ KINDS = {"llama": TWO_LAYERS, "gemma3": LOCAL_AND_GLOBAL, "mixtral": TWO_LAYERS,
 RESIDUAL = {"kv_residual_length": 8, "sinks": 2}
 FORMATS = {"fp32": {}, "bf16": {}} | {
     f"{name} {'with' if rest else 'without'} residual": rest or {"kv_residual_length": 0}
-    for name in ("int8", "fp8", "int4", "k8v4")
+    for name in ("int8", "fp8", "int4", "k8v4", "k=int6,v=int3")
     for rest in (RESIDUAL, {})
 }
 FEW = ("fp32", "bf16", "int8 with residual", "fp8 without residual", "int4 with residual", "k8v4 without residual")

@@ -24,8 +24,8 @@ MIXED = {**FOUR, "layer_types": ["sliding_attention", "full_attention"] * 2}
 MODELS = {"llama": FOUR, "gemma3": MIXED, "gpt_oss": MIXED}
 IDS = tokens(150)
 # Bytes of K and V of one token in one layer: 2 heads of 16 dims.
-BYTES = {"fp32": 2 * 2 * 64, "bf16": 2 * 2 * 32, "int8": 2 * 2 * 18, "fp8": 2 * 2 * 18, "int4": 2 * 2 * 10}
-BYTES["k8v4"] = 2 * (18 + 10)
+BYTES = {"fp32": 2 * 2 * 64, "bf16": 2 * 2 * 32, "int8": 2 * 2 * 18, "fp8": 2 * 2 * 18, "int4": 2 * 2 * 9}
+BYTES["k8v4"] = 2 * (18 + 9)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_pools_of_a_report_describe_what_is_held(model):
     llm.engine.peak = occupancy(llm.engine.manager)
     report = kv_report(llm)
     assert (report["format_k"], report["format_v"]) == ("fp32/int8/int4", "fp32/int4")
-    assert report["bytes_per_token"] == 256 + 2 * 56 + 40
+    assert report["bytes_per_token"] == 256 + 2 * 54 + 36
     found = [(p["layers"], p["format"], p["exact"], p["window"], p["sinks"]) for p in report["pools"]]
     assert found == [
         ([0], "fp32", False, 70, 4),

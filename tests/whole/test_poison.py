@@ -60,7 +60,7 @@ def test_evicted_blocks_are_never_read(kv_dtype: str, rule: Rule, chunk: int) ->
         assert not reach or tables.count_nonzero() <= -(-(reach + chunk) // 8) + 1 + -(-sinks // 8)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8", "int4", "k6v4"])
 @pytest.mark.parametrize("rule", ["full", "everything"])
 def test_a_neighbour_full_of_nan_changes_nothing(kv_dtype: str, rule: str) -> None:
     tokens, other = (Tokens.random(count, HEADS, seed=count) for count in (100, 90))

@@ -58,7 +58,7 @@ def test_distance_w_minus_1_matters_and_distance_w_does_not(
     assert not probe.depends_on(num_sink_tokens)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "k8v4"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8", "k8v4", "k=int5,v=int3"])
 @pytest.mark.parametrize("window", [0, 33])
 def test_every_format_reaches_equally_far(kv_dtype: str, window: int) -> None:
     probe = Probe(kv_dtype, Rule(window))
