@@ -191,6 +191,8 @@ class LLM:
         """
         if (steps := self.engine.runner.decode_steps) is not None:
             steps.stop_compiling()
+        if self.engine.pace is not None:
+            self.engine.pace.close()
         self.engine.scheduler.close()
 
     def wait_until_compiled(self) -> None:

@@ -53,6 +53,13 @@ def are_ours() -> bool:
     return not asked and torch.get_num_threads() == _fitted
 
 
+def lend_threads(number: int) -> None:
+    """Compute with fewer threads, or again with all of them, by lean's own choice."""
+    global _fitted
+    torch.set_num_threads(number)
+    _fitted = number
+
+
 def use_threads(number: int | None) -> None:
     """Set torch's threads before an engine computes; None leaves them as they are.
 

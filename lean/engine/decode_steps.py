@@ -20,7 +20,7 @@ from lean.engine.compiling import Compiling
 from lean.engine.cuda_graphs import Recorder, Step, WaitsForDevice
 from lean.engine.decode_batch import DecodeBatch
 from lean.engine.layer_programs import LayerPrograms, StepPrograms
-from lean.errors import KernelError, ModelError, is_out_of_memory, one_line
+from lean.errors import KernelError, LeanError, ModelError, is_out_of_memory, one_line
 from lean.machine.cpus import find_cpus
 from lean.model.attention import AttentionBatch
 from lean.store.home import NoHome, cache_dir
@@ -107,9 +107,10 @@ class DecodeSteps:
         """Make the step of a bucket that has been compiled. If that fails, it stays uncompiled."""
         try:
             self._step(batch, batch.width)()
-        except ModelError as error:
+        except Exception as error:  # steps go on uncompiled
             compiling.done.discard(batch.rows)
-            compiling.fail(str(error))
+            self._steps.pop((batch.rows, batch.width), None)
+            compiling.fail(str(error) if isinstance(error, LeanError) else f"{type(error).__name__}: {error}")
             return False
         return True
 

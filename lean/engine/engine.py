@@ -41,6 +41,7 @@ class Engine:
         scheduler: which requests run and wait. mailbox: outputs that no caller has taken.
         requests: by request id, the sequences that have not ended. lock: held by whoever changes the engine's state.
         peak: occupancy of the cache at the step with the most tokens.
+        pace: chooses the number of threads; None where it is fixed.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -50,7 +51,7 @@ class Engine:
         if parts.disk_folder is not None:
             self.scheduler.disk = DiskTier(parts.disk_folder, self.scheduler.prefix, parts.cache, parts.manager)
         self.peak = occupancy(self.manager)
-        self._pace = pace_of(parts.config, self.model.device)
+        self.pace = pace_of(parts.config, self.model.device)
         self._steps = 0
         self._seq_ids = itertools.count()
         self.lock = threading.Lock()
@@ -148,7 +149,7 @@ class Engine:
             return
         self._steps += 1
         started = time.perf_counter()
-        paced = None if self._pace is None else self._pace.start()
+        paced = None if self.pace is None else self.pace.start()
         try:
             result = self.runner.execute(chunks)
         except BaseException:
@@ -157,8 +158,8 @@ class Engine:
         if self.scheduler.disk is not None:
             rows = [chunk.end - chunk.start for chunk in chunks]
             self.scheduler.disk.computed(sum(n for n in rows if n > 1), time.perf_counter() - started)
-        if self._pace is not None and paced is not None and all(chunk.end - chunk.start == 1 for chunk in chunks):
-            self._pace.end(paced, len(chunks))
+        if self.pace is not None and paced is not None and all(chunk.end - chunk.start == 1 for chunk in chunks):
+            self.pace.end(paced, len(chunks))
         self._commit(chunks, result)
 
     def _commit(self, chunks: Sequence[Chunk], result: StepResult) -> None:

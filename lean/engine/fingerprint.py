@@ -117,10 +117,11 @@ def _version(package: str) -> str | None:
 def _code_digest() -> str:
     """sha256 of lean's own code that computes K and V: a fault that is mended there makes old files worthless."""
     root, total = Path(__file__).parents[1], hashlib.sha256()
-    for folder in ("model", "kernels", "quant", "store/gguf", "store/prequantized"):
-        for file in sorted((root / folder).rglob("*")):
-            if file.suffix in (".py", ".cpp", ".h") and file.is_file():
-                total.update(file.name.encode() + b"\0" + file.read_bytes())
+    folders = ("model", "kernels", "quant", "store/gguf", "store/prequantized")
+    files = [file for folder in folders for file in sorted((root / folder).rglob("*"))]
+    for file in (*files, root / "store/matrix.py"):
+        if file.suffix in (".py", ".cpp", ".h") and file.is_file():
+            total.update(file.name.encode() + b"\0" + file.read_bytes())
     return total.hexdigest()
 
 

@@ -86,19 +86,28 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Path, torch.
     return found
 
 
-def _attributes(layer: torch.nn.Module) -> list[tuple[int, str, int]]:
-    """The attributes of a layer's modules, by identity."""
-    return [
-        (id(part), name, id(value))
-        for part in layer.modules()
-        for name, value in (*vars(part).items(), *part._buffers.items())
-    ]
+def _attributes(layer: torch.nn.Module) -> list[int]:
+    """The attributes of a layer's modules, and what their containers hold, by identity."""
+    found: list[int] = []
+
+    def note(value: Any, depth: int) -> None:
+        found.append(id(value))
+        if depth and isinstance(value, tuple | list | set | dict):
+            for part in (*value, *value.values()) if isinstance(value, dict) else value:
+                note(part, depth - 1)
+
+    for part in layer.modules():
+        note(vars(part), 3)
+    return found
 
 
 def _program(
     noted: tuple[Callable[..., Any], tuple[Any, ...], Sequence[Any]], found: Any, given: dict[Path, torch.Tensor]
-) -> _Program:
-    """The program of a layer that was given tensors and has returned ``found``."""
+) -> _Program | None:
+    """The program of a layer that was given tensors and has returned ``found``.
+
+    None where it returns a tensor that is neither an output of the graph nor one of its arguments.
+    """
     code, inputs, outputs = noted
     paths = {id(tensor): path for path, tensor in reversed(given.items())}
     places = tuple((place, paths[id(value)]) for place, value in enumerate(inputs) if id(value) in paths)
@@ -107,6 +116,8 @@ def _program(
         number = numbers[id(found)]
         return _Program(code, list(inputs), places, lambda outputs, args, kwargs: outputs[number])
     leaves, shape = tree_flatten(found)
+    if any(isinstance(leaf, torch.Tensor) and id(leaf) not in (numbers | paths) for leaf in leaves):
+        return None
 
     def returns(outputs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def part(leaf: Any) -> Any:
@@ -152,7 +163,10 @@ class LayerPrograms:
         given, attributes = _tensors(args, kwargs), _attributes(layer.module)
         self._noted.clear()
         with torch._dynamo.config.patch(recompile_limit=_MOST_PROGRAMS, accumulated_recompile_limit=_MOST_PROGRAMS):
-            found = self._compiled(layer.module, type(layer.module).forward, args, self._alone(layer, kwargs))
+            forward = getattr(layer.forward, "__func__", None)
+            if forward is None:
+                raise ModelError("the forward of one of its layers was replaced")
+            found = self._compiled(layer.module, forward, args, self._alone(layer, kwargs))
         same = _tensors(args, kwargs).items() == given.items() and _attributes(layer.module) == attributes
         if len(self._noted) != 1 or not same:
             return found, None

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import median
 
 import torch
 
 from lean.config import EngineConfig
-from lean.threads import are_ours
+from lean.threads import are_ours, lend_threads
 
 log = logging.getLogger("lean")
 
@@ -29,9 +30,10 @@ _PAUSE_S, _LONGEST_PAUSE_S = 5.0, 30.0  # before the next trial; it doubles with
 def pace_of(config: EngineConfig, device: torch.device) -> Pace | None:
     """The `Pace` of an engine; None on a GPU, and where the user has set the number of threads."""
     threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or config.threads is not None or not are_ours():
+    # Compiled code has its number of threads in it, and the compiler itself is a busy process beside the engine.
+    if device.type != "cpu" or threads == 1 or config.threads is not None or config.compile or not are_ours():
         return None
-    return Pace(threads, torch.set_num_threads)
+    return Pace(threads, lend_threads, are_still=lambda number: torch.get_num_threads() == number)
 
 
 class Pace:
@@ -40,6 +42,7 @@ class Pace:
     Args:
         most: threads on a quiet machine.
         use: sets the number of threads.
+        are_still: whether the number of threads is the one that was set last: else the program has set another.
         clock, own_clock: seconds, and CPU seconds of the engine's thread.
     """
 
@@ -49,8 +52,11 @@ class Pace:
         use: Callable[[int], None],
         clock: Callable[[], float] = time.perf_counter,
         own_clock: Callable[[], float] = time.thread_time,
+        are_still: Callable[[int], bool] = lambda number: True,
     ) -> None:
-        self._most, self._use, self._clock, self._own_clock = most, use, clock, own_clock
+        self._most, self._use, self._are_still = most, use, are_still
+        self._clock, self._own_clock = clock, own_clock
+        self._ended = False
         self.threads = most
         self._base: float | None = None  # seconds of a step before the trial that runs; None: none runs
         self._before = most  # threads before the trial
@@ -72,6 +78,9 @@ class Pace:
     def end(self, started: tuple[float, float], rows: int) -> None:
         """Call it after a decode step of ``rows`` sequences."""
         now = self._clock()
+        if self._ended or not self._are_still(self.threads):
+            self._ended = True
+            return
         if rows != self._rows:  # steps of other sizes are not compared
             self._rows = rows
             self._give_up_trial()
@@ -117,6 +126,16 @@ class Pace:
             self._set(self._before)
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
         self._next_trial = now + self._pause
+
+    def close(self) -> None:
+        """Take all threads again, and try nothing more."""
+        if not self._ended and self.threads < self._most and self._are_still(self.threads):
+            self._set(self._most)
+        self._ended = True
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the end of the program may have taken torch away
+            self.close()
 
     def _give_up_trial(self) -> None:
         if self._base is not None:

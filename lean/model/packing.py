@@ -39,7 +39,7 @@ from lean.quant.rounding import nearest_groups
 from lean.quant.weight_use import WeightUse
 from lean.quant.weights import let_go
 from lean.store.gguf.weights import GgufModel
-from lean.store.matrix import StoredMatrix, StoredTensor
+from lean.store.matrix import StoredMatrix, StoredTensor, joined
 from lean.store.prequantized.plan import CheckpointModel
 
 Kind = Literal["int4", "int8"]
@@ -241,10 +241,13 @@ def _choose_experts(
     """How the tensor of all experts of a layer is packed, or why it stays exact."""
     if not follows_interface(module) or key not in PROJECTIONS or weight.dim() != 3:
         return "experts that the model multiplies in its own way"
-    matrix = None if stored is None else stored.expert(0)
-    if stored is not None and matrix is None:
-        return "stored in another shape"
     experts, *shape = weight.shape
+    matrix = None
+    if stored is not None:
+        matrices = [one for index in range(experts) if (one := stored.expert(index)) is not None]
+        if len(matrices) < experts:
+            return "stored in another shape"
+        matrix = joined(tuple(matrices))  # its kind is one that all experts have
     outputs, inputs = reversed(shape) if module.is_transposed else shape
     kind, group = _kind(outputs, inputs, method, matrix, True)
     if kind not in ("int4", "int8"):

@@ -40,7 +40,8 @@ def is_slow(kind: Literal["int4", "int8"], outputs: int, inputs: int) -> bool:
 def _machine() -> str:
     """What a verdict holds for."""
     features = hashlib.sha256(cpu_features().encode()).hexdigest()[:16]
-    return " | ".join((cpu_name(), torch.backends.cpu.get_cpu_capability(), features, torch.__version__, str(_VERSION)))
+    capability, threads = torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads"
+    return " | ".join((cpu_name(), capability, features, threads, torch.__version__, str(_VERSION)))
 
 
 def _keep(folder: Path, shape: str, found: bool) -> bool:

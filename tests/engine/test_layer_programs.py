@@ -1,8 +1,10 @@
 """Compiled layers: which of them share a program, what it is given, and compiling beside an engine that answers."""
 
 import functools
+import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from engine_state import runner
 from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
+from lean.engine.compiling import Compiling
 from lean.engine.layer_programs import LayerPrograms
 from lean.errors import ModelError
 from lean.model.info import inspect_model
@@ -109,7 +112,7 @@ class Gated(torch.nn.Module):
     def __init__(self, change: str | None = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((4,), 3.0))
-        self.change, self.last = change, None
+        self.change, self.last, self.seen = change, None, []
 
     def forward(self, hidden, shared, scale=None, **batch):
         out = hidden * self.weight * scale[0]
@@ -117,6 +120,8 @@ class Gated(torch.nn.Module):
             shared["hidden"] = out
         if self.change == "attribute":
             self.last = out
+        if self.change == "container":
+            self.seen.append(out)
         return out, scale[1], "text"
 
 
@@ -142,10 +147,10 @@ def test_a_program_takes_the_arguments_and_returns_what_the_layer_does():
     assert out.tolist() == [[30.0] * 4]
     assert second is scale[1]
     assert text == "text"
-    for change in ("argument", "attribute"):
+    for change in ("argument", "attribute", "container"):
         found, program = call(LayerPrograms("eager", NoCache()), Gated(change), 2.0)
         assert found[0].tolist() == [[12.0] * 4]
-        assert program is None, f"the change of an {change} would be left out of later steps"
+        assert program is None, f"{change}: its change would be left out of later steps"
 
 
 class Elsewhere(Counting):
@@ -172,6 +177,11 @@ def beside(model: LoadedModel, backend: Elsewhere) -> LLM:
     llm = LLM(model, CONFIG)
     runner(llm).compile_beside(2, 128, backend)
     return llm
+
+
+def pid_of(llm: LLM) -> int:
+    """The process that compiles."""
+    return llm.engine.runner.decode_steps._compiling._end.peek()[2][0]
 
 
 @forks
@@ -212,7 +222,7 @@ def test_steps_stay_uncompiled_where_compiling_fails_and_a_line_says_so(model, t
 @forks
 def test_a_compiling_process_that_is_killed_is_told(model, tmp_path, caplog):
     llm = beside(model("llama"), Elsewhere(tmp_path / "go"))
-    os.kill(llm.engine.runner.decode_steps._compiling._pid, signal.SIGKILL)
+    os.kill(pid_of(llm), signal.SIGKILL)
     with pytest.raises(ModelError, match="ended from outside"):
         llm.wait_until_compiled()
     same(answer(llm), answer(LLM(model("llama"), CONFIG)))
@@ -221,9 +231,48 @@ def test_a_compiling_process_that_is_killed_is_told(model, tmp_path, caplog):
 @forks
 def test_the_process_ends_with_the_engine(model, tmp_path):
     llm = beside(model("llama"), Elsewhere(tmp_path / "go"))
-    pid = llm.engine.runner.decode_steps._compiling._pid
+    pid = pid_of(llm)
     os.kill(pid, 0)
     llm.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    with pytest.raises(ModelError, match="closed before all decode steps were compiled"):
+        llm.wait_until_compiled()
     same(answer(llm), answer(LLM(model("llama"), CONFIG)))
+    pid = pid_of(beside(model("llama"), Elsewhere(tmp_path / "go")))
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@forks
+def test_the_process_ends_when_the_engine_s_process_is_killed(tmp_path):
+    script = f"""
+import os, sys, time
+sys.path[:0] = {sys.path!r}
+from lean.engine.compiling import Compiling
+found = Compiling({{1: lambda: time.sleep(600)}})
+print(found._end.peek()[2][0], flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        pid = int(process.stdout.readline())
+        os.kill(pid, 0)
+        process.kill()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@forks
+def test_a_long_reason_and_a_strange_one_arrive_whole(caplog):
+    reason = "a\\n7" + 400 * "x" + " the end"
+
+    def fail():
+        raise ModelError(reason)
+
+    found = Compiling({1: fail})
+    found.look(wait=True)
+    assert found.failure == reason
+    assert not found.runs

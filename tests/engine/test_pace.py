@@ -92,7 +92,7 @@ def test_a_number_of_threads_that_was_asked_for_stays(tiny, monkeypatch):
     from lean import LLM, EngineConfig, threads
 
     def has_pace(config: EngineConfig) -> bool:
-        return LLM(str(tiny("llama")), config).engine._pace is not None
+        return LLM(str(tiny("llama")), config).engine.pace is not None
 
     torch.set_num_threads(2)
     monkeypatch.setattr(threads, "_fitted", 2)
@@ -104,3 +104,19 @@ def test_a_number_of_threads_that_was_asked_for_stays(tiny, monkeypatch):
     monkeypatch.setattr(threads, "_fitted", 2)
     monkeypatch.setattr(threads, "fit_threads", lambda: "OMP_NUM_THREADS=2 in the environment")
     assert not has_pace(EngineConfig())
+
+
+def test_all_threads_are_taken_again_at_the_end_and_a_program_that_sets_others_keeps_them():
+    machine = Machine(BUSY, own_share=0.5)
+    machine.run(3)
+    assert machine.threads == 1
+    machine.pace.close()
+    assert machine.threads == 2
+    other = Machine(BUSY, own_share=0.5)
+    other.pace._are_still = lambda number: other.threads == number
+    other.run(3)
+    other.threads = 2  # by the program
+    other.used.clear()
+    other.run(300)
+    other.pace.close()
+    assert other.used == []

@@ -1,5 +1,7 @@
 """Mixtures of experts in 4 and 8 bits: every expert is packed, and a row's answer does not depend on the others."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -216,3 +218,17 @@ def test_experts_that_a_model_multiplies_in_its_own_way_stay_exact(folder, monke
     model = read(folder("mixtral"), "int8")
     assert dict(model.weights.kept)["experts that the model multiplies in its own way"] == 4
     assert isinstance(model.module.get_parameter("model.layers.0.mlp.experts.down_proj"), nn.Parameter)
+
+
+@pytest.mark.parametrize("other", [("coarse", 32), ("int4", 64)], ids=["other bits", "another group"])
+def test_experts_that_are_stored_in_several_ways_get_the_kind_that_all_can_have(folder, other):
+    module = read(folder("mixtral")).module
+    [path, owner] = next((path, part) for path, part in module.named_modules() if path.endswith("experts"))
+
+    class Stored:
+        def expert(self, index):
+            kind, group = other if index == 2 else ("int4", 32)
+            return SimpleNamespace(kind=kind, group=group, format="text")
+
+    found = packing._choose_experts(owner, path, "down_proj", owner.down_proj, "stored", Stored())
+    assert (found.kind, found.experts) == ("int8", len(owner.down_proj))
