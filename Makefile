@@ -17,7 +17,7 @@ test: .venv/.installed-dev
 	$(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 test-slow: .venv/.installed-dev
-	$(BIN)/python -P -m pytest -m slow
+	$(BIN)/python -P -m pytest -m slow -n auto --maxprocesses 2 --dist loadfile
 
 # PYTHONS="PATH ..." names interpreters, MATRIX="--only 'Python 3.12' tests/cli" rows and arguments of pytest.
 test-matrix:

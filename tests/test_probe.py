@@ -54,7 +54,7 @@ def test_scales_that_are_wrong_everywhere_are_found(tiny, kv_dtype, monkeypatch)
     assert slightly.layers[1].values == healthy.layers[1].values
     assert slightly.layers[0] == healthy.layers[0]
     monkeypatch.undo()
-    sabotage(monkeypatch, 2.0)
+    sabotage(monkeypatch, 3.0)
     broken = probe(llm, keep=False)
     assert healthy.kld < slightly.kld < broken.kld
     assert "keys and values of layers" in broken.warning or "values of layers" in broken.warning

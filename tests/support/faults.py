@@ -1,5 +1,8 @@
 """Faults put into a model or into its cache."""
 
+import math
+
+import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_checkpoint
 
@@ -20,7 +23,10 @@ def sabotage(monkeypatch, factor, layers=None, keys_only=False):
         parts = _parts(pool.arena, pool.layout, pool.offset)
         block, slot = slot_mapping // pool.layout.block_size, slot_mapping % pool.layout.block_size
         for scales in parts[1:2] if keys_only else parts[1::2]:
-            scales[block, :, slot] *= factor
+            if scales.dtype is torch.uint8:  # e5m3: eight steps double it
+                scales[block, :, slot] += max(1, round(8 * math.log2(factor))) * (scales[block, :, slot] > 0)
+            else:
+                scales[block, :, slot] *= factor
 
     monkeypatch.setattr(attention, "kv_write", broken)
 

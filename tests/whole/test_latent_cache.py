@@ -102,7 +102,7 @@ def test_the_cache_of_glm_4_7_flash_is_that_of_the_arithmetic():
     assert round(47 * 576 * 2 / 1024) == 53
 
 
-@pytest.mark.parametrize(("kv_dtype", "vector"), [("fp32", 160), ("bf16", 80), ("int8", 44), ("fp8", 44), ("int4", 24)])
+@pytest.mark.parametrize(("kv_dtype", "vector"), [("fp32", 160), ("bf16", 80), ("int8", 44), ("fp8", 44), ("int4", 22)])
 def test_bytes_held_are_those_of_one_vector_a_token_and_layer(loaded, kv_dtype, vector):
     """32 + 8 numbers; int8 and fp8 have a scale for each part, int4 has two groups."""
     llm = LLM(loaded("deepseek_v3"), EngineConfig(kv_dtype=kv_dtype, max_model_len=256, kv_residual_length=0))
