@@ -52,7 +52,7 @@ def test_a_text_that_is_not_a_size_is_refused(text):
 @pytest.mark.parametrize(
     ("field", "values"),
     {
-        "kv_dtype": ("int3", "", "k=int8", "k=int8,k=int4", "k=int8,v=auto", "int8,int4", "k=int8,v=int4,x=int8"),
+        "kv_dtype": ("int2", "", "k=int8", "k=int8,k=int4", "k=int8,v=auto", "int8,int4", "k=int8,v=int4,x=int8"),
         "block_size": (0, 1, 31, 48, 512, -32),
         "dtype": ("int8", "half", "", "torch.float32"),
         "kv_residual_length": (-1,),

@@ -168,7 +168,7 @@ def test_spread_is_half_the_middle_half_over_the_median():
 def test_a_pair_of_formats_is_measured_whole_in_either_order(folder):
     found = rows("bench", "decode", folder, "--kv-dtype", "v=int4,k=int8,k=fp8,v=int4,bf16", "--context", "30")
     assert [row["format"] for row in found] == ["v=int4,k=int8", "k=fp8,v=int4", "bf16"]
-    assert "unknown KV format" in refused("bench", "decode", folder, "--kv-dtype", "int8,int3")
+    assert "unknown KV format" in refused("bench", "decode", folder, "--kv-dtype", "int8,int2")
 
 
 def test_formats_beside_each_other_keep_the_options_that_apply_to_them(folder):

@@ -87,7 +87,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(folder, text, command):
     assert "cannot read" in refused("eval", command, folder, "--text", text + "x")
     assert "no such file" in refused("eval", command, "/no/model", "--text", text)
     assert "bos 'last'" in refused("eval", command, folder, "--text", text, "--bos", "last")
-    assert "unknown KV format" in refused("eval", command, folder, "--text", text, "--kv-dtype", "int3")
+    assert "unknown KV format" in refused("eval", command, folder, "--text", text, "--kv-dtype", "int2")
 
 
 def test_non_finite_weights_end_the_evaluation(tmp_path, text):

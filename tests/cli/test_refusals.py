@@ -8,7 +8,7 @@ from commands import assert_refused
 
 BAD = {
     "unknown flag": (("MODEL", "hi", "--nope"), "--nope"),
-    "unknown format": (("MODEL", "hi", "--kv-dtype", "int3"), "int3"),
+    "unknown format": (("MODEL", "hi", "--kv-dtype", "int2"), "int2"),
     "empty prompt": (("MODEL", ""), "prompt is empty"),
     "empty -p": (("MODEL", "-p", ""), "prompt is empty"),
     "empty stdin": (("MODEL",), "prompt is empty"),

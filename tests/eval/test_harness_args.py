@@ -108,7 +108,7 @@ def test_model_arguments_become_the_engines_options():
         ({"window": "wide"}, "window 'wide'"),
         ({"window": 0.5}, "window 0.5"),
         ({"deterministic": "maybe"}, "deterministic 'maybe'"),
-        ({"kv_dtype": "int3"}, "int3"),
+        ({"kv_dtype": "int2"}, "int2"),
         ({"kv_memory": "lots"}, "lots"),
     ],
 )
