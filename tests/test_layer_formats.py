@@ -22,7 +22,7 @@ def test_a_name_a_pair_or_the_dtype_of_the_model():
 def test_a_comma_list_is_split_between_formats_and_not_inside_a_pair():
     assert split_formats("int8,k=int8,v=fp8,v=int4,k=int8,bf16") == ["int8", "k=int8,v=fp8", "v=int4,k=int8", "bf16"]
     assert split_formats(" K=fp8, V=int4 , auto") == ["K=fp8,V=int4", "auto"]
-    for text in ("int8,int3", "k=int8,int4", "v=int4,auto", "k=int8,k=int8,v=int4", "k=int8,v=int4,v=fp8"):
+    for text in ("int8,int2", "k=int8,int4", "v=int4,auto", "k=int8,k=int8,v=int4", "k=int8,v=int4,v=fp8"):
         assert "KV format" in refusal(split_formats, text)
     for text in ("", "int8,", ",int8", "int8,,int4"):
         assert "empty item" in refusal(split_formats, text)
@@ -57,7 +57,7 @@ def test_layers_that_do_not_exist_or_are_named_twice_are_refused(kv_layers, kv_s
     assert word in refusal(layer_formats, 4, "int8", kv_layers, kv_skip_layers, FP32)
 
 
-@pytest.mark.parametrize("text", ["0", "0:", ":int8", "a:int8", "0-1:int3", "0..1:int8", "0:int8;1:int4", ",", "-"])
+@pytest.mark.parametrize("text", ["0", "0:", ":int8", "a:int8", "0-1:int2", "0..1:int8", "0:int8;1:int4", ",", "-"])
 def test_layer_formats_that_cannot_be_read_are_refused_before_a_model_is_known(text):
     refusal(EngineConfig, kv_layers=text)
 
