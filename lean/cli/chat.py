@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ Ctrl-C      stops an answer; at the prompt, twice leaves the chat"""
 
 def talk(llm: "LLM", params: SamplingParams, console: "Console") -> None:
     """Read messages from the terminal and print answers until the user leaves."""
+    logging.getLogger("lean.pace").setLevel(logging.ERROR)  # a line would stand amid an answer
     if not getattr(llm.model.tokenizer, "chat_template", None):
         raise RequestError("the model has no chat template, so it cannot chat: give a PROMPT to complete")
     with contextlib.suppress(ImportError):
@@ -126,7 +128,7 @@ def _print_answer(chat: Conversation, text: str, stats: dict[str, Any], console:
 def _describe(chat: Conversation, stats: dict[str, Any]) -> str:
     from lean.units import mib
 
-    use, peak = chat.llm.stats(), chat.llm.peak_use
+    use, peak, pace = chat.llm.stats(), chat.llm.peak_use, chat.llm.engine.pace
     speed = f", {stats['tokens'] / stats['seconds']:.1f} tokens/s" if stats["seconds"] else ""
     limit = "" if chat.llm.plan.bounded else f" of {chat.llm.size.max_model_len:,}"
     found = f"{use.prefix.tokens_found:,} of {use.prefix.tokens_asked:,}" if use.prefix else "none"
@@ -135,7 +137,7 @@ def _describe(chat: Conversation, stats: dict[str, Any]) -> str:
         f"{stats['turns']} turns, {len(chat.token_ids):,} tokens{limit}, {chat.cached_tokens:,} of them reused in the "
         f"last turn; {stats['tokens']:,} tokens generated{speed}; KV cache held {mib(peak.bytes_held)} at most "
         f"(in bf16, without blocks: {mib(peak.bytes_if_bf16)}); prefix cache holds {mib(use.bytes_cached)} and gave "
-        f"{found} prompt tokens{read}"
+        f"{found} prompt tokens{read}" + (f"; {pace.note}" if pace is not None and pace.note else "")
     )
 
 

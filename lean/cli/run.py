@@ -1,5 +1,6 @@
 """``lean run``: one prompt, a file of prompts, or a chat."""
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -165,6 +166,8 @@ def _answer(llm: "LLM", text: str, chat: bool | None, options: "Options", json: 
     """Print one answer while it is generated, several answers one after the other, or all as JSON."""
     from lean.report import answer_report, closing_line, out_of_sight
 
+    logging.getLogger("lean.pace").setLevel(logging.ERROR)  # a line would stand amid the answer
+
     several = options.sampling.n > 1
     ids = llm.encode(text, chat=chat)
     if hidden := out_of_sight(llm, len(ids)):
@@ -189,6 +192,8 @@ def _answer(llm: "LLM", text: str, chat: bool | None, options: "Options", json: 
     for choice in report.get("choices", ()):
         print(f"--- {choice['index'] + 1} of {options.sampling.n} ---\n{choice['text']}", flush=True)
     stderr.print(closing_line(report))
+    if llm.engine.pace is not None and llm.engine.pace.note:
+        stderr.print(f"note: {llm.engine.pace.note}")
 
 
 def _answer_file(name: str, prompts: Path, out: Path, options: "Options", chat: bool | None, no_probe: bool) -> None:

@@ -19,7 +19,7 @@ import torch
 from lean.config import EngineConfig
 from lean.threads import are_ours, lend_threads
 
-log = logging.getLogger("lean")
+log = logging.getLogger("lean.pace")  # commands that print an answer word by word turn it off
 
 _WINDOW_S, _STEPS = 0.3, 8  # seconds, and steps, of one measurement
 _OWN_CPU = 0.85  # share of the time below which the engine's thread does not get its CPU
@@ -62,7 +62,7 @@ class Pace:
         self._before = most  # threads before the trial
         self._pause, self._next_trial = _PAUSE_S, 0.0
         self._down = True  # which way to try first where both are possible; a lost trial turns it
-        self._told = False
+        self.note: str | None = None  # what was said
         self._rows = 0
         self._begin()
 
@@ -114,13 +114,12 @@ class Pace:
         won = step <= base * (_FASTER if self.threads < self._before else 1.0)
         if won:
             self._pause = _PAUSE_S
-            if self.threads < self._before and not self._told:
-                self._told = True
-                log.warning(
-                    "other programs use the CPUs: steps are computed with %d of %d threads while that is faster",
-                    self.threads,
-                    self._most,
+            if self.threads < self._before and self.note is None:
+                self.note = (
+                    f"other programs use the CPUs: steps are computed with {self.threads} of {self._most} threads "
+                    "while that is faster"
                 )
+                log.warning("%s", self.note)
         else:
             self._down = not self._down
             self._set(self._before)
