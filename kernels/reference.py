@@ -167,7 +167,7 @@ def _gather(part: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     if not row:
         return part.new_empty(seqs, heads, count * slots, 0)
     words = part.flatten(2).view(torch.int64).index_select(0, blocks.flatten())
-    words = words.unflatten(0, (seqs, count)).transpose(1, 2).flatten(2)
+    words = words.unflatten(0, (seqs, count)).transpose(1, 2).flatten(2).contiguous()  # one word: a view
     return words.view(part.dtype).unflatten(2, (-1, row))
 
 
