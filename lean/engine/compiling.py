@@ -31,6 +31,11 @@ def can_fork() -> bool:
     return sys.platform == "linux"
 
 
+def why(error: Exception) -> str:
+    """What is told of an error: of one that lean does not raise itself, its kind too."""
+    return str(error) if isinstance(error, LeanError) else f"{type(error).__name__}: {error}"
+
+
 class Compiling:
     """A process that does jobs one after another, and says which are done. It ends with the object.
 
@@ -79,7 +84,8 @@ class Compiling:
                     self.done.add(int(line))
             if not text:
                 self._end()
-                self._settle("its process was ended from outside")
+                if self.failure is None and not self._jobs <= self.done:
+                    self.fail("its process was ended from outside")
 
     def fail(self, reason: str) -> None:
         """Note and tell why a job has no result."""
@@ -92,10 +98,6 @@ class Compiling:
             self._end()
             if not self._jobs <= self.done:
                 self.failure = self.failure or "the engine was closed before all decode steps were compiled"
-
-    def _settle(self, reason: str) -> None:
-        if self.failure is None and not self._jobs <= self.done:
-            self.fail(reason)
 
 
 def _end(pid: int, *descriptors: int) -> None:
@@ -136,8 +138,7 @@ def _work(jobs: Mapping[int, Callable[[], None]], writing: int, held: int) -> No
             try:
                 job()
             except Exception as error:
-                text = str(error) if isinstance(error, LeanError) else f"{type(error).__name__}: {error}"
-                os.write(3, f"!{one_line(text, _LONGEST)}\n".encode())
+                os.write(3, f"!{one_line(why(error), _LONGEST)}\n".encode())
                 break
             os.write(3, f"{name}\n".encode())
         code = 0

@@ -174,7 +174,6 @@ class DecodeBatch:
             for part, values, still in zip(self._turn, (turn.cos, turn.sin), (1, 0)):
                 part.values[own] = values.numpy()
                 part.values[rest] = still
-        for part in (self._ids, self._positions, self._lens, self._starts, *self._slots, *self._tables):
-            part.send()
-        for part in (*self._turn, *self._states):
+        fixed = self._ids, self._positions, self._lens, self._starts
+        for part in (*fixed, *self._slots, *self._tables, *self._turn, *self._states):
             part.send()

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lean.engine.compiling import Compiling
+from lean.engine.compiling import Compiling, why
 from lean.engine.cuda_graphs import Recorder, Step, WaitsForDevice
 from lean.engine.decode_batch import DecodeBatch
 from lean.engine.layer_programs import LayerPrograms, StepPrograms
-from lean.errors import KernelError, LeanError, ModelError, is_out_of_memory, one_line
+from lean.errors import KernelError, ModelError, is_out_of_memory, one_line
 from lean.machine.cpus import find_cpus
 from lean.model.attention import AttentionBatch
 from lean.store.home import NoHome, cache_dir
@@ -78,10 +78,11 @@ class DecodeSteps:
         Layers with states compute the first token of a sequence in another way.
         """
         batch = self._batch_for(chunks)
-        if batch is None or not self._is_ready(batch, chunks):
+        if batch is None:
             return False
         first = 1 if batch.has_states else 0
-        return all(first <= chunk.start == chunk.end - 1 for chunk in chunks)
+        is_decode = all(first <= chunk.start == chunk.end - 1 for chunk in chunks)
+        return is_decode and self._is_ready(batch, chunks)
 
     def _batch_for(self, chunks: Sequence[Chunk]) -> DecodeBatch | None:
         """The smallest one that has room."""
@@ -110,7 +111,7 @@ class DecodeSteps:
         except Exception as error:  # steps go on uncompiled
             compiling.done.discard(batch.rows)
             self._steps.pop((batch.rows, batch.width), None)
-            compiling.fail(str(error) if isinstance(error, LeanError) else f"{type(error).__name__}: {error}")
+            compiling.fail(why(error))
             return False
         return True
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import refusal
-from quantized_checkpoints import FORMS, SHAPE, Shelf, change_config, change_tensors, write_plain, write_quantized
+from quantized_checkpoints import FORMS, SHAPE, change_config, change_tensors, write_plain, write_quantized
 from tiny import tokens
 from torch import nn
 
@@ -40,17 +40,6 @@ def logits(model):
 def weight_of(layer):
     """The weight of a layer as its product with the identity shows it, float64 [out, in]."""
     return layer(torch.eye(layer.in_features).bfloat16()).t().double()
-
-
-@pytest.fixture(scope="module")
-def made(tiny, tmp_path_factory):
-    return Shelf(tiny("llama", **SHAPE), tmp_path_factory.mktemp("quantized"))
-
-
-@pytest.fixture
-def copy(made, tmp_path):
-    """``copy(form)``: the folder of a checkpoint that the test may change."""
-    return lambda form: made.copy(tmp_path / "model", form)
 
 
 # --- the codes of the files ---

@@ -4,7 +4,7 @@ import pytest
 import torch
 from commands import refused
 from helpers import refusal
-from quantized_checkpoints import SHAPE, Shelf, change_config, change_tensors, settings
+from quantized_checkpoints import change_config, change_tensors, settings
 
 from lean import EngineConfig
 from lean.model import packing
@@ -23,17 +23,6 @@ def never_slow(monkeypatch):
 
 def read(folder):
     return load_model(inspect_model(resolve(str(folder)), EngineConfig()), torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def made(tiny, tmp_path_factory):
-    return Shelf(tiny("llama", **SHAPE), tmp_path_factory.mktemp("quantized"))
-
-
-@pytest.fixture
-def copy(made, tmp_path):
-    """``copy(form)``: the folder of a checkpoint that the test may change."""
-    return lambda form: made.copy(tmp_path / "model", form)
 
 
 def changed(form, **changes):

@@ -13,7 +13,7 @@ from lean.errors import ModelError, shown
 Method = Literal["gptq", "awq", "compressed-tensors"]
 METHODS: tuple[Method, ...] = ("gptq", "awq", "compressed-tensors")
 WHOLE_ROW = -1
-STEP = 32  # groups have a multiple of so many inputs
+STEP = 32  # the number of inputs in a group is a multiple of this
 WHAT_TO_DO = "pass the unquantized checkpoint; --quantization int4 quantizes it"
 _GROUPS = "groups of a multiple of 32 inputs, and whole rows"
 
