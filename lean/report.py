@@ -167,6 +167,12 @@ def answer_report(llm: "LLM", outputs: "list[RequestOutput]", times: list[float]
     return report
 
 
+def keep_notes(llm: "LLM") -> None:
+    """Log no notes of the engine from now on: they would stand amid an answer that is printed word by word."""
+    if llm.engine.pace is not None:
+        llm.engine.pace.aloud = False
+
+
 def closing_line(report: dict[str, Any]) -> str:
     """One line: tokens, speed and cache memory of an answer."""
     kv, timing = report["kv"], report["timing"]

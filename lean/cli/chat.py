@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +29,12 @@ Ctrl-C      stops an answer; at the prompt, twice leaves the chat"""
 
 def talk(llm: "LLM", params: SamplingParams, console: "Console") -> None:
     """Read messages from the terminal and print answers until the user leaves."""
-    logging.getLogger("lean.pace").setLevel(logging.ERROR)  # a line would stand amid an answer
+    keep_notes(llm)
     if not getattr(llm.model.tokenizer, "chat_template", None):
         raise RequestError("the model has no chat template, so it cannot chat: give a PROMPT to complete")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  line editing and history for input()
-    from lean.report import out_of_sight
+    from lean.report import keep_notes, out_of_sight
 
     console.print("chat: type a message, or /help for the list of commands")
     chat = Conversation(llm, params)

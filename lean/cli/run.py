@@ -1,6 +1,5 @@
 """``lean run``: one prompt, a file of prompts, or a chat."""
 
-import logging
 import sys
 import time
 from pathlib import Path
@@ -164,10 +163,9 @@ def _read_prompt(given: str | None) -> str:
 
 def _answer(llm: "LLM", text: str, chat: bool | None, options: "Options", json: bool) -> None:
     """Print one answer while it is generated, several answers one after the other, or all as JSON."""
-    from lean.report import answer_report, closing_line, out_of_sight
+    from lean.report import answer_report, closing_line, keep_notes, out_of_sight
 
-    logging.getLogger("lean.pace").setLevel(logging.ERROR)  # a line would stand amid the answer
-
+    keep_notes(llm)
     several = options.sampling.n > 1
     ids = llm.encode(text, chat=chat)
     if hidden := out_of_sight(llm, len(ids)):

@@ -19,7 +19,7 @@ import torch
 from lean.config import EngineConfig
 from lean.threads import are_ours, lend_threads
 
-log = logging.getLogger("lean.pace")  # commands that print an answer word by word turn it off
+log = logging.getLogger("lean.pace")
 
 _WINDOW_S, _STEPS = 0.3, 8  # seconds, and steps, of one measurement
 _OWN_CPU = 0.85  # share of the time below which the engine's thread does not get its CPU
@@ -62,7 +62,8 @@ class Pace:
         self._before = most  # threads before the trial
         self._pause, self._next_trial = _PAUSE_S, 0.0
         self._down = True  # which way to try first where both are possible; a lost trial turns it
-        self.note: str | None = None  # what was said
+        self.note: str | None = None  # what there is to say
+        self.aloud = True  # False: the note is not logged; who prints an answer word by word shows it behind
         self._rows = 0
         self._begin()
 
@@ -119,7 +120,8 @@ class Pace:
                     f"other programs use the CPUs: steps are computed with {self.threads} of {self._most} threads "
                     "while that is faster"
                 )
-                log.warning("%s", self.note)
+                if self.aloud:
+                    log.warning("%s", self.note)
         else:
             self._down = not self._down
             self._set(self._before)

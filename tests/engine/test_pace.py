@@ -52,6 +52,14 @@ def test_an_engine_that_does_not_get_its_cpu_takes_fewer_threads_and_says_it_onc
     ]
 
 
+def test_a_note_that_is_not_logged_is_kept(caplog):
+    machine = Machine(BUSY, own_share=0.5)
+    machine.pace.aloud = False
+    machine.run(3)
+    assert machine.pace.note == "other programs use the CPUs: steps are computed with 1 of 2 threads while that is faster"
+    assert not caplog.records
+
+
 def test_it_takes_all_of_them_again_when_the_others_are_gone():
     machine = Machine(BUSY, own_share=0.5)
     machine.run(300)  # trials that were lost make the next one wait
