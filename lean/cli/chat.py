@@ -34,7 +34,7 @@ def talk(llm: "LLM", params: SamplingParams, console: "Console") -> None:
         raise RequestError("the model has no chat template, so it cannot chat: give a PROMPT to complete")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  line editing and history for input()
-    from lean.report import keep_notes, out_of_sight
+    from lean.report import out_of_sight
 
     console.print("chat: type a message, or /help for the list of commands")
     chat = Conversation(llm, params)

@@ -56,7 +56,9 @@ def test_a_note_that_is_not_logged_is_kept(caplog):
     machine = Machine(BUSY, own_share=0.5)
     machine.pace.aloud = False
     machine.run(3)
-    assert machine.pace.note == "other programs use the CPUs: steps are computed with 1 of 2 threads while that is faster"
+    assert (
+        machine.pace.note == "other programs use the CPUs: steps are computed with 1 of 2 threads while that is faster"
+    )
     assert not caplog.records
 
 
