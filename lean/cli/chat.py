@@ -29,12 +29,13 @@ Ctrl-C      stops an answer; at the prompt, twice leaves the chat"""
 
 def talk(llm: "LLM", params: SamplingParams, console: "Console") -> None:
     """Read messages from the terminal and print answers until the user leaves."""
-    keep_notes(llm)
     if not getattr(llm.model.tokenizer, "chat_template", None):
         raise RequestError("the model has no chat template, so it cannot chat: give a PROMPT to complete")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  line editing and history for input()
-    from lean.report import out_of_sight
+    from lean.report import keep_notes, out_of_sight
+
+    keep_notes(llm)
 
     console.print("chat: type a message, or /help for the list of commands")
     chat = Conversation(llm, params)
