@@ -255,6 +255,7 @@ def ci_variants() -> list[Variant]:
     every += variants(["gfx942"], ["int8", "int4"], [64], ["decode"])
     every += variants(["gfx942"], ["k8v4"], [128], ["prefill", "kv_write"])
     every += variants(["sm_86"], ["k6v4"], [64, 128], ["decode"])
+    every += variants(["sm_86"], ["k6v4"], [128], ["kv_write"])
     every += variants(["sm_86"], ["bf16", "int8", "int4"], [576], ["decode"])  # latent vectors
     every += variants(["sm_86"], ["int8"], [576], ["prefill", "kv_write"])
     return every + variants(["sm_80", "sm_90"], ["int8"], [576], ["decode"])

@@ -98,20 +98,18 @@ def search_scale(y, limit, dims, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: t
     largest = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (112 << 3)
     largest = tl.minimum(tl.maximum(largest, MIN_BYTE), MAX_BYTE)
     one = tl.full([ROWS], 1.0, tl.float32)
-    best = largest
-    least = tl.full([ROWS], 0.0, tl.float32)
-    for step in tl.static_range(NUM_SCALES):
+    # A loop, not six copies of its body: with these ptxas gives up its optimizations where codes lie in two planes.
+    best = tl.maximum(largest - (NUM_SCALES - 1), MIN_BYTE)
+    least = tl.full([ROWS], float("inf"), tl.float32)
+    for step in range(NUM_SCALES):
         byte = tl.maximum(largest - (NUM_SCALES - 1 - step), MIN_BYTE)
         scale = scale_of_byte(byte)
         code = grid_codes(y, tl.div_rn(one, scale), limit, ROWS, WIDTH)
         error = y - (code + 0.5) * tl.broadcast_to(scale[:, None], [ROWS, WIDTH])
         error = tl.where(dims < DIM, error * error, 0.0)
         total = sum_of_halves(error, ROWS, WIDTH)
-        if step == 0:
-            best, least = byte, total
-        else:
-            better = total < least
-            best, least = tl.where(better, byte, best), tl.where(better, total, least)
+        better = total < least
+        best, least = tl.where(better, byte, best), tl.where(better, total, least)
     code = grid_codes(y, tl.div_rn(one, scale_of_byte(best)), limit, ROWS, WIDTH).to(tl.int32)
     byte = tl.where(bad, NAN_BYTE, tl.where(absmax == 0, 0, best))
     return tl.where(empty[:, None], 0, code), byte
