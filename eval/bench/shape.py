@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from lean.errors import ConfigError
 from lean.kernels.layout import KVLayout
 from lean.quant import parse_kv_dtype, raw_format
 
@@ -28,10 +29,16 @@ class Shape(NamedTuple):
 
 
 def layouts(kv_dtype: str, shape: Shape, dtype: torch.dtype) -> tuple[KVLayout, KVLayout]:
-    """Layout of a KV format's blocks, and of the exact blocks beside it: ``dtype``, rotated where the format is."""
+    """Layout of a KV format's blocks, and of the exact blocks beside it: ``dtype``, rotated where the format is.
+
+    Raises:
+        ConfigError: the format cannot hold the shape.
+    """
     k_format, v_format = parse_kv_dtype(kv_dtype)
     if shape.v_in_k:
         v_format = k_format
+        if not k_format.supports_prefix(shape.head_dim, shape.v_in_k):
+            raise ConfigError(f"latent vectors cannot be in {kv_dtype}: use --kv-dtype bf16,int8,fp8,int4")
     dims = shape.head_dim, shape.v_dim
     layout = KVLayout(k_format, v_format, shape.num_kv_heads, *dims, BLOCK_SIZE, v_in_k=shape.v_in_k > 0)
     raw = raw_format(dtype)

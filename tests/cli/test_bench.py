@@ -195,6 +195,7 @@ def test_latent_vectors_are_one_shape_of_attention():
     assert {(row["num_q_heads"], row["num_kv_heads"], row["head_dim"]) for row in found} == {(4, 1, 40)}
     assert "first 48 of the 40" in refused("bench", "attention", "--shape", "4/1x40:48")
     assert "first 32 of the 64" in refused("bench", "attention", "--shape", "4/1x64:32")
+    assert "cannot be in k6v4" in refused("bench", "attention", "--shape", "4/1x96:64", "--kv-dtype", "k6v4")
 
 
 def test_expanded_is_a_peer_of_latent_attention_alone(tmp_path, folder):
