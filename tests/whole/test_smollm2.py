@@ -4,6 +4,7 @@ The figures of FIDELITY come from a dense simulation of the formats that shares 
 the first 2,048 tokens of Python 3.11's help topics).
 """
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -176,7 +177,9 @@ def measured(script: str, length: int, options: dict | None = None) -> list[int]
     """The numbers of bytes that the script prints in a new process. ``length``: tokens."""
     given = f"TESTS, OPTIONS = {str(Path(__file__).parents[1] / 'support')!r}, {options!r}\nLENGTH = {length}\n"
     text = given + textwrap.dedent(RESIDENT) + textwrap.dedent(script)
-    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    # One arena: what malloc keeps in those of other threads, 10 to 60 MiB, differs from run to run and from CPU to CPU.
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     return [int(number) for number in run.stdout.split()]
 
@@ -189,11 +192,12 @@ def test_scoring_a_long_text_needs_the_pools_and_the_stated_slices():
 
 
 @reads_proc
-@pytest.mark.parametrize(("options", "length"), [({}, 4096), (QUANTIZED, 1024)], ids=str)
-def test_decode_behind_a_long_text_needs_the_pools_and_next_to_nothing_more(options, length):
+@pytest.mark.parametrize(("options", "length", "more"), [({}, 4096, 32), (QUANTIZED, 1024, 64)], ids=str)
+def test_decode_behind_a_long_text_needs_the_pools_and_next_to_nothing_more(options, length, more):
+    """``more``: MiB. A compiled step of bnb-4bit unpacks the weights of a layer, of all layers they are 212 MiB."""
     if "quantization" in options:
         pytest.importorskip("bitsandbytes")
     prefill, peak, pools = measured(DECODE, length, options)
     print(f"prefill {prefill / 2**20:.1f} MiB, decode {peak / 2**20:.1f} MiB, pools {pools / 2**20:.1f} MiB")
-    assert peak <= pools + 32 * 2**20
+    assert peak <= pools + more * 2**20
     assert peak <= prefill + 8 * 2**20
