@@ -217,7 +217,7 @@ def join_int8(
     return codes, scales
 
 
-def rows_at_once(inputs: int, elements: int = 1 << 20) -> int:
+def rows_at_once(inputs: int, elements: int = 1 << 18) -> int:
     """How many rows a part of a weight has: a multiple of ROWS, with about ``elements`` numbers in all."""
     return max(1, elements // (inputs * ROWS)) * ROWS
 

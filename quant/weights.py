@@ -5,7 +5,6 @@ and half precision for outlier columns of the activations (LLM.int8(), https://a
 replaced in the loaded model: transformers' loader takes one quantization_config, and a GGUF file needs that for itself.
 """
 
-import ctypes
 import logging
 import sys
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lean.machine.memory import give_back_freed
 from lean.quant.weight_use import WeightUse
 
 BLOCK = 64  # inputs that share an NF4 scale
@@ -208,8 +208,7 @@ def let_go(kept: list[nn.Parameter]) -> None:
     """Free the file that exact weights are views of, and the memory that glibc keeps of the quantizer's temporaries."""
     for weight in kept:
         weight.data = weight.data.clone()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    give_back_freed()
 
 
 def _tensors(layer: Any) -> list[torch.Tensor]:

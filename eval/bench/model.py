@@ -74,7 +74,7 @@ def contenders(
     ours = list(made)
     for peer in peers:
         if peer.startswith("transformers"):
-            if source.gguf_file is not None:
+            if source.gguf_file is not None and source.original is None:  # else the folder has a checkpoint, too
                 raise UserError(
                     f"--against {peer} cannot load a GGUF file into transformers: pass a safetensors checkpoint folder"
                 )

@@ -35,7 +35,7 @@ from lean.store.gguf.file import GgufFile, read_gguf
 from lean.store.gguf.weights import plan_weights, unused_notes
 from lean.store.library import ABOUT_CONFIG, attempt, quiet
 from lean.store.prequantized.files import TensorFiles
-from lean.store.prequantized.plan import plan_experts, plan_quantized
+from lean.store.prequantized.plan import plan_quantized, plan_unquantized
 from lean.store.prequantized.scheme import METHODS
 from lean.store.source import ModelSource
 from lean.units import ENDLESS
@@ -275,7 +275,7 @@ def inspect_model(
     skeleton = _skeleton(text, raw, config.trust_remote_code, source.name)
     stored: Stored | None = None
     if settings is not None:
-        files = TensorFiles(source.folder, tensors)
+        files = TensorFiles(tensors)
         stored = plan_quantized(files, settings, settings["quant_method"], skeleton, source.name)
         tensors = stored.described()
     # Quantized products are other modules than those that `latent` replaces.
@@ -295,7 +295,7 @@ def inspect_model(
     method, packing = choose_method(config, dtype, device, stored), None
     if method in PACKED:
         if stored is None and not key_mapping:
-            stored = plan_experts(TensorFiles(source.folder, tensors), skeleton)
+            stored = plan_unquantized(TensorFiles(tensors), skeleton)
         may = {"may_time": not config.deterministic, "may_loop": not config.compile}
         packing = plan_packing(skeleton, method, stored, dtype, source.name, **may)
     elif why := why_nothing_is_kept(config.quantization, source.name, dtype, device, stored):

@@ -29,7 +29,6 @@ from lean.store.gguf.file import GgufFile, read_gguf
 from lean.store.gguf.tokenizer import load_gguf_tokenizer
 from lean.store.gguf.weights import GgufModel, load_weights, read_model
 from lean.store.library import attempt
-from lean.store.prequantized.plan import CheckpointModel
 from lean.store.source import ModelSource
 
 log = logging.getLogger("lean")
@@ -292,7 +291,5 @@ def load_model(info: ModelInfo, device: torch.device, deterministic: bool = Fals
         weights = attempt(source.name, pack, module, info.packing, deterministic)
     elif info.quantization:
         weights = attempt(source.name, quantize_linears, module, decoder_of(module), info.quantization, device)
-    if isinstance(stored, CheckpointModel):
-        stored.files.close()
     info = replace(info, stored=None if file is not None else info.stored, packing=None)
     return LoadedModel(info, module.to(device), tokenizer, frozenset(eos), generation, weights)

@@ -17,6 +17,7 @@ from torch import nn
 
 from lean.config import EngineConfig
 from lean.errors import ConfigError
+from lean.machine.memory import give_back_freed
 from lean.model.experts import PROJECTIONS, follows_interface, use_packed
 from lean.model.shapes import decoder_of
 from lean.model.verdicts import is_slow
@@ -309,6 +310,7 @@ def pack(module: Any, packing: Packing, fixed: bool) -> WeightUse:
         formats[weight.kind] += 1
         num_weights += weight.numel
         del old, made
+        give_back_freed()  # else what parts of a weight leave behind adds up
     exact = list(module.parameters())
     let_go(exact)
     names = sorted(formats)

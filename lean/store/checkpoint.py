@@ -131,6 +131,8 @@ def _check_shards(folder: Path, listed: set[str]) -> dict[str, dict[str, Any]]:
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
     """The tensors of a safetensors file as its header describes them, after checking that the file holds them all.
 
+    ``file`` and ``start`` are added to each: where its bytes lie.
+
     Raises:
         ModelError: the header is damaged, or the file is not exactly as long as it says.
     """
@@ -151,6 +153,8 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+            for entry in header.values():
+                entry |= {"file": str(file), "start": 8 + length + int(entry["data_offsets"][0])}
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelError(f"{file.name} ({actual} bytes): unreadable header: {DOUBT}") from error
     if actual != expected:

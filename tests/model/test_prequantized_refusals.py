@@ -35,12 +35,13 @@ def weights_of(**changes):
     return found
 
 
-def group_of(**changes):
-    found = settings("packed", 32)
+def group_of(form="packed", **changes):
+    found = settings(form, 32)
     found["config_groups"]["group_0"] |= changes
     return found
 
 
+TOKENWISE = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 REFUSED = {
     "gptq 8 bits": ("gptq", changed("gptq", bits=8), "gptq with 8 bits; lean reads 4 bits"),
     "gptq 3 bits": ("gptq", changed("gptq", bits=3), "3 bits"),
@@ -59,7 +60,12 @@ REFUSED = {
     "sparse": ("packed", changed("packed", sparsity_config={"format": "sparse-24-bitmask"}), "sparse weights"),
     "rotated": ("packed", changed("packed", transform_config={"config_groups": {"a": 1}}), "rotated weights"),
     "cache": ("packed", changed("packed", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
-    "activations": ("packed", group_of(input_activations={"num_bits": 8}), "quantized activations"),
+    "activations": ("packed", group_of(input_activations="fp8"), "quantized activations (input_activations)"),
+    "W8A8": (
+        "int8",
+        group_of("int8", input_activations=TOKENWISE),
+        "activations (W8A8, input_activations); lean reads",
+    ),
     "act-order": ("packed", weights_of(actorder="group"), "act-order (actorder 'group')"),
     "tensor": ("packed", weights_of(strategy="tensor"), "strategy 'tensor'"),
     "6 bits": ("packed", weights_of(num_bits=6), "6 bits"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-CHUNK = 1 << 23  # elements that are dequantized at a time; in float32 32 MiB
+CHUNK = 1 << 20  # elements that are dequantized at a time; in float32 4 MiB
 F64 = 28
 
 

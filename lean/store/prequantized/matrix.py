@@ -64,21 +64,19 @@ class QuantizedMatrix:
 
     def codes(self, rows_at_once: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         scales, zeros = self._scales_and_zeros()
-        for start in range(0, self.shape[0], rows_at_once):
-            part = slice(start, min(start + rows_at_once, self.shape[0]))
+        for part, codes in self._codes(rows_at_once):
             if self.bits == 8:
-                yield self._codes(part), scales[part], torch.zeros_like(scales[part])
+                yield codes, scales[part], torch.zeros_like(scales[part])
                 continue
             repeats = self.stored_group // self.group
             scale = scales[part].repeat_interleave(repeats, 1)
-            yield self._codes(part), scale, (8 - zeros[part].repeat_interleave(repeats, 1)) * scale
+            yield codes, scale, (8 - zeros[part].repeat_interleave(repeats, 1)) * scale
 
     def values(self, rows_at_once: int) -> Iterator[torch.Tensor]:
         scales, zeros = self._scales_and_zeros()
-        for start in range(0, self.shape[0], rows_at_once):
-            part = slice(start, min(start + rows_at_once, self.shape[0]))
-            codes = self._codes(part).float().unflatten(1, (-1, self.stored_group))
-            yield ((codes - zeros[part, :, None]) * scales[part, :, None]).flatten(1)
+        for part, codes in self._codes(rows_at_once):
+            wide = codes.float().unflatten(1, (-1, self.stored_group))
+            yield ((wide - zeros[part, :, None]) * scales[part, :, None]).flatten(1)
 
     def matrix(self) -> StoredMatrix:
         return self
@@ -94,11 +92,15 @@ class QuantizedMatrix:
     def _read(self, names: dict[str, str]) -> torch.Tensor:
         return self.files.read(f"{self.stem}.{names[self.scheme.method]}")
 
-    def _codes(self, part: slice) -> torch.Tensor:
-        """uint8 [rows, inputs] of 4 bits, int8 of 8. ``part`` begins at a multiple of 8."""
-        if f"{self.stem}.{WORDS[self.scheme.method]}" not in self.files.entries:
-            return self.files.read(f"{self.stem}.{WHOLE_BYTES}")[part]
-        words = self._read(WORDS)
+    def _codes(self, rows_at_once: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows, and their codes [rows, inputs]: uint8 of 4 bits, int8 of 8. ``rows_at_once``: a multiple of 8."""
+        whole = f"{self.stem}.{WORDS[self.scheme.method]}" not in self.files.entries
+        stored = self.files.read(f"{self.stem}.{WHOLE_BYTES}") if whole else self._read(WORDS)
+        for start in range(0, self.shape[0], rows_at_once):
+            part = slice(start, min(start + rows_at_once, self.shape[0]))
+            yield part, stored[part] if whole else self._codes_of(stored, part)
+
+    def _codes_of(self, words: torch.Tensor, part: slice) -> torch.Tensor:
         if self.scheme.method == "gptq":
             return rows(words[:, part])[:, : self.shape[1]]
         if self.scheme.method == "awq":

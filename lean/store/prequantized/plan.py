@@ -12,7 +12,7 @@ from lean.errors import ModelError, one_line
 from lean.store.prequantized.files import TensorFiles
 from lean.store.prequantized.matrix import ORDER, SCALES, WHOLE_BYTES, WORDS, ZEROS, QuantizedMatrix
 from lean.store.prequantized.scheme import STEP, WHOLE_ROW, Method, Scheme, read_scheme
-from lean.store.prequantized.stack import ExactMatrix, ExpertStack, exact_stacks, stacked_layers
+from lean.store.prequantized.stack import ExactMatrix, ExpertStack, exact_matrices, exact_stacks, stacked_layers
 
 _SHAPE = "weight_shape"  # of compressed-tensors; the module has it, too
 _KINDS = {"words": WORDS, "scales": SCALES, "zeros": ZEROS, "order": ORDER}
@@ -25,14 +25,14 @@ class CheckpointModel:
 
     Attributes:
         method: who quantized it; None: nobody.
-        targets: the tensors of the module that are quantized, or made of the matrices of experts.
+        targets: the tensors of the module that are quantized or may become so.
         exact: names of the other tensors in the files.
         model_class: transformers' class.
     """
 
     method: Method | None
     files: TensorFiles
-    targets: tuple[QuantizedMatrix | ExpertStack, ...]
+    targets: tuple[QuantizedMatrix | ExactMatrix | ExpertStack, ...]
     exact: tuple[str, ...]
     model_class: Any
 
@@ -51,10 +51,14 @@ class CheckpointModel:
         Raises:
             ModelError: a file cannot be read.
         """
-        state = {name: self.files.read(name) for name in self.exact}
+        state: dict[str, Any] = {name: self.files.later(name) for name in self.exact}
         for target in self.targets:
-            empty = target.name in later
-            state[target.name] = torch.zeros(1, dtype=dtype).expand(target.shape) if empty else target.filled(dtype)
+            if target.name in later:
+                state[target.name] = torch.zeros(1, dtype=dtype).expand(target.shape)
+            elif isinstance(target, ExactMatrix):  # transformers decides on the dtype
+                state[target.key] = self.files.later(target.key)
+            else:
+                state[target.name] = target.filled(dtype)
         return self.model_class.from_pretrained(None, state_dict=state, dtype=dtype, **arguments)
 
 
@@ -96,21 +100,17 @@ def plan_quantized(
         if place != tied:
             targets.append(_matrix(stem, place, shapes[place], scheme, files))
     made = [_stack(place, shapes[place], layers, scheme, files) for place, layers in stacks.items()]
-    files.close()
     exact = tuple(key for key in entries if key not in used)
     return CheckpointModel(method, files, (*targets, *made), exact, type(module))
 
 
-def plan_experts(files: TensorFiles, module: Any) -> CheckpointModel | None:
-    """An unquantized checkpoint that has a matrix for each expert, so that none is put together before it is packed.
-
-    None where it has none, or puts them together in another way than lean knows.
-    """
-    stacks = exact_stacks(files, module)
-    if not stacks:
-        return None
+def plan_unquantized(files: TensorFiles, module: Any) -> CheckpointModel:
+    """An unquantized checkpoint whose matrices are read when they are packed, also those of experts."""
+    matrices, stacks = exact_matrices(files, module), exact_stacks(files, module)
     used = {part.key for stack in stacks for parts in stack.parts for part in parts if isinstance(part, ExactMatrix)}
-    return CheckpointModel(None, files, stacks, tuple(key for key in files.entries if key not in used), type(module))
+    used |= {matrix.key for matrix in matrices}
+    exact = tuple(key for key in files.entries if key not in used)
+    return CheckpointModel(None, files, (*matrices, *stacks), exact, type(module))
 
 
 def _stack(

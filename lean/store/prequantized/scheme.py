@@ -106,7 +106,7 @@ def _compressed(settings: Mapping[str, Any], model: str) -> Scheme:
             refuse(f"the preset {shown(key, 40)} in config_groups", "groups that are written out")
         for field in ("input_activations", "output_activations"):
             if group.get(field) is not None:
-                refuse(f"quantized activations ({field})", "quantized weights alone")
+                refuse(f"quantized activations ({_in_short(group, field)})", "quantized weights alone")
         weights = group.get("weights")
         if weights is None:
             continue
@@ -117,6 +117,14 @@ def _compressed(settings: Mapping[str, Any], model: str) -> Scheme:
     if not layouts:
         refuse("no quantized weights in config_groups", "pack-quantized and int-quantized weights")
     return Scheme(model, "compressed-tensors", layouts)
+
+
+def _in_short(group: Mapping[str, Any], field: str) -> str:
+    """What people call weights and activations of these bits, such as W8A8, and the field that says so."""
+    parts = (group.get("weights"), group[field])
+    weights, activations = (part.get("num_bits") if isinstance(part, Mapping) else None for part in parts)
+    named = type(weights) is int and type(activations) is int
+    return f"W{weights}A{activations}, {field}" if named else field
 
 
 def _weights(weights: Mapping[str, Any], kind: str, model: str) -> tuple[tuple[int, int], bool]:

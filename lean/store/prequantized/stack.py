@@ -1,4 +1,4 @@
-"""Tensors of the module that hold all experts of a layer, whose files have one matrix for each expert."""
+"""Unquantized matrices of the files, and tensors of the module that are made of one matrix for each expert."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,12 +19,21 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True)
 class ExactMatrix:
-    """An unquantized matrix of the files; see `lean.store.matrix.StoredMatrix`."""
+    """An unquantized matrix of the files; see `lean.store.matrix`.
+
+    Attributes:
+        name: of the module's tensor that it is; empty for a part of one.
+    """
 
     key: str
     files: TensorFiles
+    name: str = ""
     kind: StoredKind = "exact"
     group: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.files.shape(self.key))
 
     @property
     def format(self) -> str:
@@ -35,6 +44,15 @@ class ExactMatrix:
 
     def values(self, rows_at_once: int) -> Iterator[torch.Tensor]:
         return (part.float() for part in self.files.read(self.key).split(rows_at_once))
+
+    def matrix(self) -> StoredMatrix:
+        return self
+
+    def expert(self, index: int) -> None:
+        return None
+
+    def filled(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.files.read(self.key).to(dtype, copy=True)
 
 
 @dataclass(frozen=True)
@@ -68,9 +86,7 @@ def stacked_layers(stems: Mapping[str, object] | list[str], module: Any) -> dict
     Layers that are no experts, and experts that transformers puts together in another way, are left out, and so is a
     tensor for which not every expert has its layers.
     """
-    mapping = get_model_conversion_mapping(module)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings, converters = _mapping(module)
     sources = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     tensors = module.state_dict()
     found: dict[str, dict[int, dict[int, str]]] = {}
@@ -90,6 +106,33 @@ def stacked_layers(stems: Mapping[str, object] | list[str], module: Any) -> dict
         if whole and sorted(experts) == list(range(tensors[name].shape[0])) and tensors[name].shape[1] % count == 0:
             stacks[name] = [tuple(parts[place] for place in sorted(parts)) for _, parts in sorted(experts.items())]
     return stacks
+
+
+def exact_matrices(files: TensorFiles, module: Any) -> tuple[ExactMatrix, ...]:
+    """The unquantized matrices of the files that transformers takes as tensors of a module as they are.
+
+    Not an embedding whose tied head is in the files, too: transformers decides what becomes of the two.
+    """
+    renamings, converters = _mapping(module)
+    tensors, found = module.state_dict(), dict[str, str]()
+    for key in files.entries:
+        name, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, tensors)
+        fits = name in tensors and list(tensors[name].shape) == files.shape(key) and len(files.shape(key)) == 2
+        if fits and pattern is None and files.entries[key]["dtype"] in _DTYPES:
+            found[name] = key
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        both = {f"{path}.weight" for path, part in module.named_modules() if part is embedding or part is head}
+        if both <= found.keys():
+            found = {name: key for name, key in found.items() if name not in both}
+    return tuple(ExactMatrix(key, files, name) for name, key in found.items())
+
+
+def _mapping(module: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """What transformers does with the tensors of a class's files: other names, and other tensors made of them."""
+    mapping = get_model_conversion_mapping(module)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    return renamings, [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
 
 def exact_stacks(files: TensorFiles, module: Any) -> tuple[ExpertStack, ...]:
