@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from statistics import median
 
 import torch
@@ -135,8 +134,10 @@ class Pace:
         self._ended = True
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the end of the program may have taken torch away
+        try:  # noqa: SIM105  the end of the program may have taken torch away, and contextlib too
             self.close()
+        except Exception:
+            pass
 
     def _give_up_trial(self) -> None:
         if self._base is not None:

@@ -179,7 +179,8 @@ def test_no_tensor_of_all_experts_is_put_together(folder, monkeypatch, quantizat
 
     def counted(self, rows):
         for part in read_parts(self, rows):
-            sizes.append(part.numel())
+            if ".experts." in self.key:
+                sizes.append(part.numel())
             yield part
 
     monkeypatch.setattr(packing, "_made_experts", seen)
