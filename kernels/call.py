@@ -1,4 +1,4 @@
-"""The arguments of the two ops as values: `WriteCall` and `AttentionCall`, which every back end takes whole.
+"""The arguments of the ops as values: `WriteCall`, `EncodeCall` and `AttentionCall`, which every back end takes whole.
 
 `Need` is what decides which back end can serve a call (`lean.kernels.serving`).
 
@@ -39,6 +39,8 @@ class Need(NamedTuple):
 class WriteCall(NamedTuple):
     """The arguments of `kv_write`; `lean.kernels.ops.kv_write` has checked them.
 
+    Of a K format by channel (`KVFormat.by_channel`) K is not written: see `EncodeCall`.
+
     Attributes:
         arena: uint8 [num_blocks, block_bytes], the pool. It is changed in place.
         key: [num_tokens, num_kv_heads, k_dim], after RoPE.
@@ -71,6 +73,46 @@ class WriteCall(NamedTuple):
     def need(self) -> Need:
         dims = self.key.shape[2], self.value.shape[2]
         return Need(self.k_format, self.v_format, *dims, self.key.dtype, self.v_in_k)
+
+
+class EncodeCall(NamedTuple):
+    """The arguments of `encode_keys`; `lean.kernels.ops.encode_keys` has checked them.
+
+    Attributes:
+        arena: uint8 [num_blocks, block_bytes], the quantized pool. It is changed in place.
+        exact_arena: uint8 [num_blocks, block_bytes], the exact pool.
+        slot_mapping, exact_slot_mapping: int64 [num_tokens], the slots of the same tokens in the two pools, block id x
+            block_size + slot; negative entries are padding.
+        layer_offset, exact_layer_offset: where in a block of each pool the layer's part starts, in bytes.
+        block_size: tokens of a block, in both pools.
+        num_kv_heads, k_dim: of the layer.
+        k_format, exact_k_format: K's formats in the two pools as numbers, `KVFormat.code`.
+    """
+
+    arena: torch.Tensor
+    exact_arena: torch.Tensor
+    slot_mapping: torch.Tensor
+    exact_slot_mapping: torch.Tensor
+    layer_offset: int
+    exact_layer_offset: int
+    block_size: int
+    num_kv_heads: int
+    k_dim: int
+    k_format: int
+    exact_k_format: int
+
+    def _layout(self, k_format: int) -> KVLayout:
+        return layout_of(k_format, self.exact_k_format, self.num_kv_heads, self.k_dim, self.k_dim, self.block_size)
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layer's part of a block of the quantized pool; of V it says nothing."""
+        return self._layout(self.k_format)
+
+    @property
+    def exact_layout(self) -> KVLayout:
+        """Likewise of the exact pool."""
+        return self._layout(self.exact_k_format)
 
 
 class AttentionCall(NamedTuple):
@@ -148,7 +190,11 @@ class AttentionCall(NamedTuple):
         return layout_of(self.exact_k_format, self.exact_v_format, *self._sizes)
 
 
-CALLS: dict[str, type[WriteCall] | type[AttentionCall]] = {"kv_write": WriteCall, "paged_attention": AttentionCall}
+CALLS: dict[str, type[WriteCall] | type[EncodeCall] | type[AttentionCall]] = {
+    "kv_write": WriteCall,
+    "encode_keys": EncodeCall,
+    "paged_attention": AttentionCall,
+}
 
 
 def from_arguments(name: str, serve: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from lean.kernels import reference
-from lean.kernels.call import AttentionCall, WriteCall
+from lean.kernels.call import AttentionCall, EncodeCall, WriteCall
 from lean.kernels.layout import KVLayout
-from lean.kernels.ops import LayerPool, kv_write, paged_attention
+from lean.kernels.ops import LayerPool, paged_attention, write_tokens
 from lean.quant.codecs import raw_format
 from lean.quant.formats import parse_kv_dtype
 
 _HEADS, _GROUP, _DIM, _BLOCK = 2, 3, 64, 32
 _LENGTHS = (1, 33, 180)  # of sequences
 _PROMPT = 40
-_RULE: dict[str, Any] = {"window": 100, "num_sink_tokens": 4, "residual_length": 20, "num_exact_sinks": 4}
+_RULE: dict[str, Any] = {"window": 100, "num_sink_tokens": 4, "residual_length": 40, "num_exact_sinks": 4}
 
 Step = Callable[[], torch.Tensor]
 
@@ -63,8 +63,7 @@ class _Pools:
         return self.tables[sequence][positions // _BLOCK].long() * _BLOCK + positions % _BLOCK
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        for pool in (self.main, self.exact):
-            kv_write(pool, key, value, slots)
+        write_tokens(self.main, key, value, slots, self.exact, slots)
 
     def by_reference(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
         """The arenas as they must be after `write`."""
@@ -72,6 +71,10 @@ class _Pools:
         for pool in (self.main, self.exact):
             arenas.append(pool.arena.clone())
             reference.kv_write(WriteCall(arenas[-1], key, value, slots, 0, _BLOCK, *pool.codes))
+        if self.main.layout.k_format.by_channel:
+            k_formats = self.main.codes[0], self.exact.codes[0]
+            main, exact = arenas
+            reference.encode_keys(EncodeCall(main, exact, slots, slots, 0, 0, _BLOCK, _HEADS, _DIM, *k_formats))
         return arenas
 
     def hold(self, arenas: list[torch.Tensor]) -> bool:

@@ -6,7 +6,7 @@ Both rules exist only here; the cache, the block accounting and every kernel imp
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lean.quant.formats import KVFormat, rotation_size
+from lean.quant.formats import CHANNEL_TOKENS, KVFormat, rotation_size
 
 ALIGNMENT = 16  # bytes; every part starts at a multiple, so that vector loads and typed views are possible
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
@@ -21,7 +21,8 @@ class KVLayout:
     """One layer's part of a block: ``[K codes | K scales | V codes | V scales]``, each part aligned.
 
     Codes are ordered ``[kv_head][slot][row bytes]``, scales ``[kv_head][slot][group]`` (fp16 or one
-    byte).
+    byte). A K format by channel has no scales of a slot: its scales and zeros are ordered ``[kv_head][group of
+    CHANNEL_TOKENS slots][2 k_dim]``, in the place of the K scales.
 
     v_in_k: V is the first v_dim numbers of K, as stored, and the last two parts are empty (latent attention). The
     formats are then equal, see `k_stored`.
@@ -34,6 +35,23 @@ class KVLayout:
     v_dim: int
     block_size: int
     v_in_k: bool = False
+
+    @property
+    def fault(self) -> str | None:
+        """Why no kernel can read this layout; None: they can."""
+        k, v = self.k_format, self.v_format
+        if self.block_size not in BLOCK_SIZES:
+            return f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}"
+        if not (k.supports(self.k_dim) and v.supports(self.v_dim)):
+            multiple = max(k.dim_multiple, v.dim_multiple)
+            return f"head dims {self.k_dim}/{self.v_dim} must be divisible by {multiple} for this format"
+        if self.v_in_k and not (k == v and k.supports_prefix(self.k_dim, self.v_dim)):
+            return f"V cannot be the first {self.v_dim} of the {self.k_dim} numbers of K in {k.name}/{v.name}"
+        if v.by_channel:
+            return f"{v.name} is a format of K alone"
+        if k.by_channel and self.block_size % CHANNEL_TOKENS:
+            return f"{k.name} needs a block_size that is a multiple of {CHANNEL_TOKENS}, got {self.block_size}"
+        return None
 
     @property
     def _rows(self) -> int:

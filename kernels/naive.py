@@ -8,7 +8,7 @@ import torch
 
 from lean.kernels.call import AttentionCall
 from lean.kernels.layout import KVLayout
-from lean.kernels.reference import read_slots
+from lean.kernels.parts import read_slots
 from lean.quant import rotate_back
 
 

@@ -1,4 +1,6 @@
-"""The two ops of lean: `kv_write` and `paged_attention`. The wrappers check the arguments, the back ends rely on them.
+"""The ops of lean: `kv_write`, `encode_keys` and `paged_attention`.
+
+The wrappers check the arguments, the back ends rely on them.
 
 The ops take a pool's one uint8 arena, a byte offset and format numbers, so that ``torch.compile`` sees a single mutated
 tensor and no typed views. Each back end takes the arguments as one value (`lean.kernels.call`). Which one serves is
@@ -15,13 +17,18 @@ import torch
 from lean.kernels import reference
 from lean.kernels.call import CALLS, AttentionCall, from_arguments
 from lean.kernels.cpu import binding as cpu
-from lean.kernels.layout import ALIGNMENT, BLOCK_SIZES, KVLayout
+from lean.kernels.layout import ALIGNMENT, KVLayout
 from lean.kernels.serving import triton_serves
 
 _LIBRARY = torch.library.Library("lean", "DEF")
 _LIBRARY.define(
     "kv_write(Tensor(a!) arena, Tensor key, Tensor value, Tensor slot_mapping, "
     "int layer_offset, int block_size, int k_format, int v_format, bool v_in_k) -> ()"
+)
+_LIBRARY.define(
+    "encode_keys(Tensor(a!) arena, Tensor exact_arena, Tensor slot_mapping, Tensor exact_slot_mapping, "
+    "int layer_offset, int exact_layer_offset, int block_size, int num_kv_heads, int k_dim, "
+    "int k_format, int exact_k_format) -> ()"
 )
 _LIBRARY.define(
     "paged_attention(Tensor query, Tensor? query_sink, Tensor arena, Tensor block_tables, "
@@ -46,15 +53,19 @@ def on_gpu(name: str) -> Callable[[Any], Any]:
 
 
 for _name in CALLS:
-    for _key, _serve in (
-        ("CUDA", on_gpu(_name)),
-        ("CompositeExplicitAutograd", getattr(reference, _name)),
-        ("CPU", getattr(cpu, _name)),
-    ):
+    _back_ends = {"CompositeExplicitAutograd": getattr(reference, _name), "CPU": getattr(cpu, _name)}
+    if _name != "encode_keys":  # Triton's kernels read no K by channel
+        _back_ends["CUDA"] = on_gpu(_name)
+    for _key, _serve in _back_ends.items():
         _LIBRARY.impl(_name, from_arguments(_name, _serve), _key)
 
 
 @torch.library.register_fake("lean::kv_write")
+def _(*args: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("lean::encode_keys")
 def _(*args: Any) -> None:
     return None
 
@@ -95,15 +106,9 @@ class LayerPool:
             raise ValueError(f"layer offset, block stride and arena start {starts} must be multiples of {ALIGNMENT}")
         if self.offset + layout.nbytes > self.arena.shape[1]:
             raise ValueError(f"layer of {layout.nbytes} bytes at {self.offset} leaves a block of {self.arena.shape[1]}")
-        if layout.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {layout.block_size}")
-        if not (layout.k_format.supports(layout.k_dim) and layout.v_format.supports(layout.v_dim)):
-            raise ValueError(f"head dims {layout.k_dim}/{layout.v_dim} must be divisible by 8 for this format")
+        if layout.fault:
+            raise ValueError(layout.fault)
         k, v = layout.k_format, layout.v_format
-        if layout.v_in_k and not (k == v and k.supports_prefix(layout.k_dim, layout.v_dim)):
-            raise ValueError(
-                f"V cannot be the first {layout.v_dim} of the {layout.k_dim} numbers of K in {k.name}/{v.name}"
-            )
         object.__setattr__(self, "codes", (k.code, v.code))
         frame = (
             layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size, k.rotate, v.rotate, layout.v_in_k,
@@ -116,7 +121,7 @@ class LayerPool:
 
 
 def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Encode new K/V and write them into their slots of the pool.
+    """Encode new K/V and write them into their slots of the pool. K that is stored by channel is left to `encode_keys`.
 
     Args:
         key: [num_tokens, num_kv_heads, k_dim], after RoPE.
@@ -132,6 +137,51 @@ def kv_write(pool: LayerPool, key: torch.Tensor, value: torch.Tensor, slot_mappi
     torch.ops.lean.kv_write(
         pool.arena, key, value, slot_mapping, pool.offset, layout.block_size, *pool.codes, layout.v_in_k
     )
+
+
+def encode_keys(
+    pool: LayerPool, exact: LayerPool, slot_mapping: torch.Tensor, exact_slot_mapping: torch.Tensor
+) -> None:
+    """Encode K by channel, from the copies in the exact pool, of every group of tokens that a new token completes.
+
+    The new tokens are in the exact pool already. A token completes a group of CHANNEL_TOKENS where its slot is the last
+    one of them. Its group lies in one block of either pool, and the exact pool still holds all of it: both pools keep
+    the block that a sequence writes into.
+
+    Args:
+        pool, exact: the same layer's. K of ``pool`` is stored by channel (`KVFormat.by_channel`).
+        slot_mapping, exact_slot_mapping: int64 [num_tokens], the new tokens' slots in the two pools, as in `kv_write`.
+    """
+    layout = pool.layout
+    if not layout.k_format.by_channel or exact.layout.k_format.quantized:
+        raise ValueError(f"keys are encoded from an exact pool by channel, not from {exact.layout} to {layout}")
+    if exact.frame != pool.frame or slot_mapping.shape != exact_slot_mapping.shape:
+        raise ValueError(f"the exact pool {exact.layout} or its slots do not match {layout}")
+    torch.ops.lean.encode_keys(
+        pool.arena, exact.arena, slot_mapping, exact_slot_mapping, pool.offset, exact.offset, layout.block_size,
+        layout.num_kv_heads, layout.k_dim, pool.codes[0], exact.codes[0],
+    )  # fmt: skip
+
+
+def write_tokens(
+    pool: LayerPool,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    exact: LayerPool | None = None,
+    exact_slot_mapping: torch.Tensor | None = None,
+) -> None:
+    """Write new K/V into a layer's pool and, with a residual, into its exact pool: see `kv_write`.
+
+    Afterwards attention may read them. K that is stored by channel needs the exact pool.
+    """
+    kv_write(pool, key, value, slot_mapping)
+    if exact is not None and exact_slot_mapping is not None:
+        kv_write(exact, key, value, exact_slot_mapping)
+    if pool.layout.k_format.by_channel:
+        if exact is None or exact_slot_mapping is None:
+            raise ValueError(f"{pool.layout.k_format.name} is encoded from an exact pool, and there is none")
+        encode_keys(pool, exact, slot_mapping, exact_slot_mapping)
 
 
 def paged_attention(
@@ -156,7 +206,8 @@ def paged_attention(
 
     The row at position i of a sequence sees keys j <= i with i - j < window (all with window 0) or j < num_sink_tokens.
     With a residual it reads keys with i - j < residual_length or j < num_exact_sinks from the exact pool. Sink tokens
-    are visible beyond the window; exact sinks are read exact while they are visible; sink_logits are neither.
+    are visible beyond the window; exact sinks are read exact while they are visible; sink_logits are neither. K that is
+    stored by channel must not be read from an incomplete group: residual_length is then CHANNEL_TOKENS or more.
 
     Args:
         query: [num_tokens, num_q_heads, k_dim], after RoPE; query head h uses KV head h // group.

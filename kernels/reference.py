@@ -1,4 +1,4 @@
-"""The two ops in plain torch: they serve where no faster back end does, and every other back end is held to them.
+"""The ops in plain torch: they serve where no faster back end does, and every other back end is held to them.
 
 The formula itself is in `lean.kernels.naive`; here attention is computed in bounded memory, tile by tile.
 
@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-from lean.kernels.call import AttentionCall, WriteCall
+from lean.kernels.call import AttentionCall, EncodeCall, WriteCall
 from lean.kernels.layout import KVLayout, first_in_window
-from lean.quant import Kind, KVFormat, decode, encode, rotate, rotate_back
+from lean.kernels.parts import gather, k_parts, parts_of, v_of
+from lean.quant import CHANNEL_TOKENS, decode, decode_channels, encode, encode_channels, rotate, rotate_back
+from lean.quant.codecs import RAW_DTYPES
 
 ROW_TILE = 16  # rows (token x query head of the group) of one product
 KEY_TILE = 256  # keys of one product
@@ -55,46 +57,10 @@ def workspace_bytes(num_q_heads: int, num_kv_heads: int, k_dim: int, v_dim: int,
     return _temporary_bytes(1, QUERY_TILE, (num_q_heads, num_kv_heads, k_dim, v_dim), itemsize)
 
 
-def _parts(arena: torch.Tensor, layout: KVLayout, offset: int) -> tuple[torch.Tensor, ...]:
-    """Views of the arena [num_blocks, block_bytes] as K codes, K scales, V codes, V scales; V's are K's where V lies
-    in K.
-
-    Codes: uint8 [num_blocks, kv_heads, block_size, row_bytes]; scales: uint8 or fp16 [..., groups].
-    """
-    heads, slots, stride = layout.num_kv_heads, layout.block_size, arena.stride(0)
-
-    def view(row_bytes: int, start: int) -> torch.Tensor:
-        shape = (arena.shape[0], heads, slots, row_bytes)
-        return arena.as_strided(
-            shape, (stride, slots * row_bytes, row_bytes, 1), arena.storage_offset() + offset + start
-        )
-
-    def scales(fmt: KVFormat, dim: int, start: int) -> torch.Tensor:
-        found = view(fmt.scale_bytes(dim), start)
-        return found if fmt.kind is Kind.GRID else found.view(torch.float16)
-
-    k = layout.k_stored
-    v = k if layout.v_in_k else layout.v_format
-    return (
-        view(k.code_bytes(layout.k_dim), 0),
-        scales(k, layout.k_dim, layout.k_scales_offset),
-        view(v.code_bytes(layout.v_stored_dim), layout.v_codes_offset),
-        scales(v, layout.v_stored_dim, layout.v_scales_offset),
-    )
-
-
-def _v_of(layout: KVLayout, codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of stored vectors that is V: all of them, or their beginnings where V lies in K."""
-    if not layout.v_in_k:
-        return codes, scales
-    fmt = layout.v_format
-    return codes[..., : fmt.code_bytes(layout.v_dim)], scales[..., : fmt.groups(layout.v_dim)]
-
-
 def kv_write(call: WriteCall) -> None:
     """Encode key [tokens, kv_heads, k_dim] and value [..., v_dim] into their slots; negative slots are skipped."""
     layout = call.layout
-    parts = _parts(call.arena, layout, call.layer_offset)
+    parts = parts_of(call.arena, layout, call.layer_offset)
     key, value, slot_mapping = call.key, call.value, call.slot_mapping
     padding = slot_mapping < 0
     if padding.any():
@@ -103,6 +69,8 @@ def kv_write(call: WriteCall) -> None:
     encoded: tuple[torch.Tensor, ...]
     if layout.v_in_k:
         encoded = encode(key, layout.k_stored)
+    elif layout.k_format.by_channel:
+        encoded, parts = encode(value, layout.v_format), parts[2:]
     elif layout.k_format == layout.v_format and layout.k_dim == layout.v_dim:
         codes, scales = encode(torch.cat((key, value), dim=1), layout.k_format)
         (k_codes, v_codes), (k_scales, v_scales) = codes.chunk(2, dim=1), scales.chunk(2, dim=1)
@@ -114,17 +82,19 @@ def kv_write(call: WriteCall) -> None:
             part[block, :, slot] = rows
 
 
-def read_slots(
-    arena: torch.Tensor, layout: KVLayout, offset: int, slots: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [slots, kv_heads, k_dim] and V of single slots, in ``dtype`` (float32 or float64) and in the stored basis.
-
-    It serves inspection and tests, and is not fast.
-    """
-    block, slot = slots // layout.block_size, slots % layout.block_size
-    k_codes, k_scales, v_codes, v_scales = (part[block, :, slot] for part in _parts(arena, layout, offset))
-    value = decode(*_v_of(layout, v_codes, v_scales), layout.v_format, dtype)
-    return decode(k_codes, k_scales, layout.k_stored, dtype), value
+def encode_keys(call: EncodeCall) -> None:
+    """Encode K by channel of the groups of tokens that end at one of the slots; see `lean.kernels.ops.encode_keys`."""
+    ends = (call.slot_mapping >= 0) & (call.slot_mapping % CHANNEL_TOKENS == CHANNEL_TOKENS - 1)
+    slots, exact_slots = (own[ends] for own in (call.slot_mapping, call.exact_slot_mapping))
+    source, _ = k_parts(call.exact_arena, call.exact_layout, call.exact_layer_offset)
+    tokens = exact_slots[:, None] + torch.arange(1 - CHANNEL_TOKENS, 1, device=slots.device)
+    copies = source[tokens // call.block_size, :, tokens % call.block_size].transpose(1, 2).contiguous()
+    y = copies.view(RAW_DTYPES[call.exact_layout.k_format.name])  # [groups, kv_heads, CHANNEL_TOKENS, k_dim]
+    encoded = encode_channels(y, call.layout.k_format)
+    codes, channels = k_parts(call.arena, call.layout, call.layer_offset)
+    block, group = slots // call.block_size, slots % call.block_size // CHANNEL_TOKENS
+    codes.unflatten(2, (-1, CHANNEL_TOKENS))[block, :, group] = encoded[0]
+    channels[block, :, group] = encoded[1]
 
 
 class _Source(NamedTuple):
@@ -142,33 +112,21 @@ class _Source(NamedTuple):
 
     def load_k(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """K [seqs, kv_heads, KEY_TILE, k_dim], decoded, in the stored basis; the caller masks unwritten slots."""
-        codes, scales = (_gather(part, blocks) for part in self.parts[:2])
+        codes, scales = (gather(part, blocks) for part in self.parts[:2])
+        if self.layout.k_format.by_channel:
+            return decode_channels(codes, scales, self.layout.k_format, dtype)
         return decode(codes, scales, self.layout.k_stored, dtype)
 
     def load_v(self, blocks: torch.Tensor, dtype: torch.dtype, seen: torch.Tensor | None) -> torch.Tensor:
         """V [seqs, kv_heads, KEY_TILE, v_dim], decoded; zeros where no row of ``seen`` [seqs, tiles, rows, KEY_TILE]
         is True."""
-        codes, scales = (_gather(part, blocks) for part in self.parts[2:])
+        codes, scales = (gather(part, blocks) for part in self.parts[2:])
         if seen is not None:
             # Slots that no row sees may hold NaN, and 0 x NaN is NaN. Bits 0 are 0 in every format.
             bits = seen.flatten(1, 2).any(1).to(torch.uint8).neg_()[:, None, :, None]
             codes &= bits
             scales.view(torch.uint8).bitwise_and_(bits)
-        return decode(*_v_of(self.layout, codes, scales), self.layout.v_format, dtype)
-
-
-def _gather(part: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, kv_heads, slots, x] -> the rows of blocks [seqs, count], [seqs, kv_heads, count * slots, x].
-
-    Moved as 8-byte words, which the alignment of every part allows.
-    """
-    seqs, count = blocks.shape
-    heads, slots, row = part.shape[1:]
-    if not row:
-        return part.new_empty(seqs, heads, count * slots, 0)
-    words = part.flatten(2).view(torch.int64).index_select(0, blocks.flatten())
-    words = words.unflatten(0, (seqs, count)).transpose(1, 2).flatten(2).contiguous()  # one word: a view
-    return words.view(part.dtype).unflatten(2, (-1, row))
+        return decode(*v_of(self.layout, codes, scales), self.layout.v_format, dtype)
 
 
 def _row_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -381,9 +339,9 @@ def _query_tiles(call: AttentionCall) -> dict[int, list[_QueryTile]]:
 def paged_attention(call: AttentionCall) -> torch.Tensor:
     """See `lean.kernels.ops.paged_attention`, which checks the arguments, and `lean.kernels.naive`, the formula."""
     query = call.query
-    main = exact = _Source(call.block_tables, call.layout, _parts(call.arena, call.layout, call.layer_offset))
+    main = exact = _Source(call.block_tables, call.layout, parts_of(call.arena, call.layout, call.layer_offset))
     if call.exact_arena is not None and call.exact_block_tables is not None:
-        parts = _parts(call.exact_arena, call.exact_layout, call.exact_layer_offset)
+        parts = parts_of(call.exact_arena, call.exact_layout, call.exact_layer_offset)
         exact = _Source(call.exact_block_tables, call.exact_layout, parts)
     heads = query.shape[1], call.num_kv_heads, query.shape[2], call.v_dim
     itemsize = _computed_in(query).itemsize

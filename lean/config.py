@@ -176,9 +176,13 @@ class EngineConfig:
         sinks = self.sinks if self.window else None
         return replace(self, kv_dtype="auto", kv_layers=None, kv_skip_layers=None, kv_residual_length=None, sinks=sinks)
 
-    def without_residual(self) -> EngineConfig:
-        """The same options without a residual: quantized keys and values are read from quantized blocks only."""
-        return replace(self, kv_residual_length=0, sinks=self.sinks if self.window else None)
+    def without_residual(self, least: int = 0) -> EngineConfig:
+        """The same options without a residual: quantized keys and values are read from quantized blocks only.
+
+        ``least``: tokens of the residual that the KV format cannot do without.
+        """
+        sinks = self.sinks if self.window else 0 if least else None
+        return replace(self, kv_residual_length=least, sinks=sinks)
 
     def residual(self, quantized: bool) -> tuple[int, int]:
         """(residual length, sinks) of a cache. ``quantized``: whether any layer is quantized. Raises ConfigError."""
@@ -200,5 +204,6 @@ class EngineConfig:
 
 KV_DTYPE_HELP = (
     f"KV cache format: {', '.join(NAMES)} (int8, int6 or int5 keys, int4 values), auto (the model's dtype), or "
-    "k=NAME,v=NAME (different formats for keys and values). int3 to int6 may name a size of groups, as in int4g64."
+    "k=NAME,v=NAME (different formats for keys and values). int3 to int6 may name a size of groups, as in int4g64. "
+    "Keys may also be pc3, pc4 or pc5: 3 to 5 bits with scales by channel, for groups of 32 tokens."
 )

@@ -1,7 +1,8 @@
 """The start-up check: does this KV format lose more accuracy on this model than on healthy models?
 
 A short text runs through an exact cache and through the chosen format, without a residual, so that every key
-and value is read from the quantized blocks. Per layer the attention output of the quantized cache is compared on the
+and value is read from the quantized blocks; where keys are encoded in groups of tokens, with a residual as long as one
+group, which they need. Per layer the attention output of the quantized cache is compared on the
 *same* inputs: what a layer's own K/V lose shows there, and not what the layers before it lost. Models with enormous key
 biases (Qwen2's first and last layers) fail this while their weights load and their text looks plausible.
 """
@@ -29,7 +30,7 @@ from lean.engine.scheduler import Chunk
 from lean.errors import LeanError, is_out_of_memory
 from lean.kernels.layout import blocks_for
 from lean.model.attention import LayerInputs, attend
-from lean.quant import FORMATS, raw_format
+from lean.quant import CHANNEL_TOKENS, FORMATS, raw_format
 from lean.sampling_params import SamplingParams
 from lean.store.home import NoHome, cache_dir, write_atomically
 from lean.units import mib
@@ -62,6 +63,7 @@ _BANDS = {
     "int5": _Band(0.055, 0.55, 0.3),
     "int6": _Band(0.03, 0.3, 0.08),
 }
+_BANDS |= {f"pc{bits}": _BANDS[f"int{bits}"] for bits in (3, 4, 5)}  # their errors on Gaussian numbers are about equal
 
 _TEXT = """\
 The harbour office keeps two books. The first, bound in green cloth, lists every vessel that has entered since the wall
@@ -164,7 +166,8 @@ def probe_tokens(llm: LLM, token_ids: Sequence[int]) -> Probe:
 
     def side(pairs: list[tuple[str, str]]) -> Parts:
         named = ",".join(f"{layer}:k={k},v={v}" for layer, (k, v) in enumerate(pairs))
-        return _side(llm, replace(llm.config.exact(), kv_layers=named).without_residual(), count)
+        least = CHANNEL_TOKENS if any(FORMATS[k].by_channel for k, _ in pairs) else 0
+        return _side(llm, replace(llm.config.exact(), kv_layers=named).without_residual(least), count)
 
     exact = _side(llm, llm.config.exact(), count)
     sides = [side([(k, raw) for k, _ in formats]), side([(raw, v) for _, v in formats]), side(formats)]

@@ -12,13 +12,15 @@ six, none below 2^-14. For each of them z = y fp32(1 / s) and code = floor(z), c
 that width, until one is left, with zeros in the place of missing elements. The least error wins; of equal ones, the
 smallest scale. A group of zeros has the scale 0 and codes 0. A group with a non-finite value has the scale 0xFF.
 
+pc3 to pc5 (`Kind.CHANNEL`) encode 32 tokens together: see `lean.quant.channels`.
+
 There are no fused multiply-adds. Codes beside a NaN are 0. Such a group decodes to NaN, which the engine detects
 without a device sync. Zero vectors decode to exact zeros.
 """
 
 import torch
 
-from lean.quant.formats import BF16, FP16, FP32, FP64, UNIT, Kind, KVFormat
+from lean.quant.formats import BF16, CHANNEL_TOKENS, FP16, FP32, FP64, UNIT, Kind, KVFormat
 from lean.quant.rotation import rotate, rotate_back
 
 # Below 127 * 2^-14 = 0.0078 int8 loses bits of a vector's largest element; without the floor a subnormal scale could
@@ -49,7 +51,7 @@ def _units(x: torch.Tensor, width: int) -> list[torch.Tensor]:
     return parts + ([x[..., whole:].unsqueeze(-2)] if whole < x.shape[-1] else [])
 
 
-def _pack(codes: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+def pack(codes: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     """[..., dim] uint8, of which the lower bits count, to the planes described in `lean.quant.formats`."""
     planes, shift = [], fmt.bits
     for bits in fmt.planes:
@@ -64,8 +66,8 @@ def _pack(codes: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     return torch.cat(planes, dim=-1)
 
 
-def _unpack(packed: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
-    """Inverse of `_pack`; int8 in -2^(bits - 1) .. 2^(bits - 1) - 1."""
+def unpack(packed: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """Inverse of `pack`; int8 in -2^(bits - 1) .. 2^(bits - 1) - 1."""
     dim = packed.shape[-1] * 8 // fmt.bits
     codes = packed.new_zeros((*packed.shape[:-1], dim))
     first, shift = 0, fmt.bits
@@ -147,7 +149,12 @@ def encode(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         codes: uint8 [..., fmt.code_bytes(dim)].
         scales: [..., fmt.groups(dim)], uint8 of GRID formats, else float16 (empty for raw formats).
+
+    Raises:
+        ValueError: the format encodes 32 tokens together.
     """
+    if fmt.by_channel:
+        raise ValueError(f"{fmt.name} encodes {CHANNEL_TOKENS} tokens together: use encode_channels")
     if not fmt.quantized:
         dtype = RAW_DTYPES[fmt.name]
         wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -159,7 +166,7 @@ def encode(x: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = parts[0]
     if len(parts) > 1:
         codes, scales = (torch.cat(both, dim=-1) for both in zip(*parts))
-    return _pack(codes, fmt) if grid else codes, scales
+    return pack(codes, fmt) if grid else codes, scales
 
 
 def decode(
@@ -178,7 +185,7 @@ def decode(
         return codes.view(RAW_DTYPES[fmt.name]).to(dtype)
     values: torch.Tensor
     if fmt.kind is Kind.GRID:
-        values, scales = _unpack(codes, fmt).to(dtype).add_(0.5), scales_of_bytes(scales)
+        values, scales = unpack(codes, fmt).to(dtype).add_(0.5), scales_of_bytes(scales)
     else:
         values = codes.view(torch.float8_e4m3fn if fmt.kind is Kind.E4M3 else torch.int8).to(dtype)
     parts, first = [], 0

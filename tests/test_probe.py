@@ -31,6 +31,14 @@ def test_healthy_models_get_no_warning(tiny, kind, kv_dtype):
     assert all(error.both > 0 for error in verdict.layers)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_keys_by_channel_are_checked_with_a_residual_of_one_group(tiny, kind):
+    options = {"sliding_window": 128} if kind == "gemma3" else {}
+    verdict = probe(engine(tiny(kind, **options), "pc4v3"), keep=False)
+    assert verdict.warning is None, verdict
+    assert all(error.both > error.values / 2 > 0 < error.keys for error in verdict.layers)
+
+
 @pytest.mark.parametrize(("kv_dtype", "layer"), [*((kv_dtype, 0) for kv_dtype in FORMATS), ("int8", 1)])
 def test_two_enormous_key_biases_are_found_in_their_layer(tmp_path, kv_dtype, layer):
     verdict = probe(engine(outlier_keys(tmp_path / "model", layer), kv_dtype), keep=False)

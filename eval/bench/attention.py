@@ -10,9 +10,9 @@ from lean.eval.bench.replay import time_calls
 from lean.eval.bench.shape import BLOCK_SIZE, Shape, layouts
 from lean.eval.bench.timing import BenchRow, rows_beside_peers
 from lean.kernels.layout import blocks_for
-from lean.kernels.ops import LayerPool, kv_write, paged_attention
+from lean.kernels.ops import LayerPool, paged_attention, write_tokens
 from lean.kernels.serving import is_recordable, needs_of
-from lean.quant import parse_kv_dtype
+from lean.quant import CHANNEL_TOKENS, parse_kv_dtype
 
 PEERS = ("sdpa", "sdpa-folded")
 
@@ -46,9 +46,10 @@ def lean_calls(
     position = 0
     for key, value in _parts(shape, context, dtype, device):
         where = torch.arange(position, position + len(key), device=device)
-        for target, table in ((exact, exact_table[0]), (pool, tables[0])):
-            slots = table[where // BLOCK_SIZE].long() * BLOCK_SIZE + where % BLOCK_SIZE
-            kv_write(target, key, value[..., : shape.v_dim], slots)
+        slots, exact_slots = (
+            table[where // BLOCK_SIZE].long() * BLOCK_SIZE + where % BLOCK_SIZE for table in (tables[0], exact_table[0])
+        )
+        write_tokens(pool, key, value[..., : shape.v_dim], slots, exact, exact_slots)
         position += len(key)
     for copy in range(1, copies):
         arena[tables[copy].long()] = arena[tables[0].long()]
@@ -103,6 +104,13 @@ def _recordable(contender: str, shape: Shape, dtype: torch.dtype, device: torch.
     return is_recordable(device, needs_of([layout], dtype))
 
 
+def _residuals(kv_dtype: str, wanted: Sequence[int]) -> list[int]:
+    """The residuals to measure: none for an exact cache, and those that hold a group where K is encoded in groups."""
+    k_format, v_format = parse_kv_dtype(kv_dtype)
+    least = CHANNEL_TOKENS if k_format.by_channel else 0
+    return [one for one in wanted if one >= least] if k_format.quantized or v_format.quantized else [0]
+
+
 def bench_attention(
     shape: Shape,
     contexts: Sequence[int],
@@ -121,7 +129,7 @@ def bench_attention(
     for context in contexts:
         made = {}
         for name in kv_dtypes:
-            for residual in residuals if any(fmt.quantized for fmt in parse_kv_dtype(name)) else [0]:
+            for residual in _residuals(name, residuals):
                 made[f"{name} R {residual}" if residual else name] = lean_calls(
                     name, residual, shape, context, dtype, device
                 )

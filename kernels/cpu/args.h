@@ -4,12 +4,13 @@
 #pragma once
 #include <cstdint>
 
-// Of inputs (the first three) and of stored codes. From INT3 on: one-byte scales and planes of codes, see
-// quant/formats.py.
-enum Dtype : int64_t { FP32, FP16, BF16, INT8, E4M3, INT3, INT4, INT5, INT6 };
+// Of inputs (the first three) and of stored codes. From INT3 on: one-byte scales and planes of codes; from PC3 on: of K,
+// with scales and zeros by channel. See quant/formats.py.
+enum Dtype : int64_t { FP32, FP16, BF16, INT8, E4M3, INT3, INT4, INT5, INT6, PC3, PC4, PC5 };
 
 // Where one layer's K and V lie in every block of a pool: kernels/layout.py says it, codes [kv_head][slot][row bytes],
-// scales [kv_head][slot][group]. Where V lies in K, V's offsets are K's.
+// scales [kv_head][slot][group], by channel [kv_head][slot / CHANNEL_TOKENS][2 k_dim]. Where V lies in K, V's offsets are
+// K's.
 struct Pool {
     uint8_t* arena;
     int64_t block_bytes;
@@ -24,6 +25,15 @@ struct WriteArgs {
     int64_t key_token, key_head, value_token, value_head;
     const int64_t* slots;  // [num_tokens], negative: padding
     int64_t num_tokens, num_kv_heads, k_dim, v_dim, block_size, dtype, k_rotate, v_rotate, v_in_k, threads;
+};
+
+// Of K by channel: the pool that it is stored in, and the exact pool that it is read from.
+struct EncodeArgs {
+    uint8_t *arena, *exact_arena;
+    int64_t block_bytes, exact_block_bytes;
+    int64_t k_scales, k_format, exact_k_format;  // codes and exact copies lie at the beginning of the layer's part
+    const int64_t *slots, *exact_slots;          // [num_tokens], negative: padding
+    int64_t num_tokens, num_kv_heads, k_dim, block_size, threads;
 };
 
 struct AttentionArgs {

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from lean.kernels import reference
-from lean.kernels.call import AttentionCall, WriteCall
+from lean.kernels.call import AttentionCall, EncodeCall, WriteCall
 from lean.kernels.cpu import build
 from lean.quant import BF16, FP8, FP16, FP32, INT8, Kind, KVFormat
 
@@ -21,16 +21,20 @@ ISAS = ("portable", "avx2", "avx512")  # as numbered in dispatch.cpp
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype in args.h
 _CODES = {FP32.name: 0, FP16.name: 1, BF16.name: 2, INT8.name: 3, FP8.name: 4}
 _GRID = {3: 5, 4: 6, 5: 7, 6: 8}  # by bits
+_CHANNEL = {3: 9, 4: 10, 5: 11}  # by bits
 
 
 def _number_of(fmt: KVFormat) -> int:
     """The format as C++ knows it, -1: not at all."""
+    if fmt.by_channel:
+        return _CHANNEL[fmt.bits]
     return _GRID[fmt.bits] if fmt.kind is Kind.GRID else _CODES.get(fmt.name, -1)
 
 
 _FORMATS = [_number_of(KVFormat.from_code(code)) for code in KVFormat.codes()]  # by `KVFormat.code`
 _POOL = "10q"
 _WRITE = struct.Struct(f"={_POOL} 2Q 4q Q 10q")
+_ENCODE = struct.Struct("=2Q 2q 3q 2Q 5q")
 _ATTENTION = struct.Struct(f"={_POOL} {_POOL} 2Q 2q 2Q 4q 4Q 16q 2d")
 _NO_POOL = (0,) * 10
 
@@ -54,7 +58,8 @@ class Library:
             return function
 
         # Each takes a block of arguments (args.h) and ``isa_number``.
-        self.kv_write, self.paged_attention = entry("lean_kv_write"), entry("lean_paged_attention")
+        self.kv_write, self.encode_keys = entry("lean_kv_write"), entry("lean_encode_keys")
+        self.paged_attention = entry("lean_paged_attention")
 
 
 @cache
@@ -129,6 +134,24 @@ def kv_write(call: WriteCall) -> None:
             *layout.groups, key.data_ptr(), value.data_ptr(), *key_strides, *value_strides, slots.data_ptr(),
             slots.shape[0], layout.num_kv_heads, layout.k_dim, layout.v_dim, layout.block_size, dtype,
             layout.k_rotation_size, layout.v_rotation_size, layout.v_in_k, torch.get_num_threads(),
+        ),
+        serving.isa_number,
+    )  # fmt: skip
+
+
+def encode_keys(call: EncodeCall) -> None:
+    """See `lean.kernels.ops.encode_keys`, which checks the arguments."""
+    k_format, exact_k_format = _FORMATS[call.k_format], _FORMATS[call.exact_k_format]
+    serving = _serving if _chosen else choose()
+    if serving is None or exact_k_format < 0:
+        return reference.encode_keys(call)
+    slots, exact_slots = (_packed(x, torch.int64) for x in (call.slot_mapping, call.exact_slot_mapping))
+    serving.encode_keys(
+        _ENCODE.pack(
+            call.arena.data_ptr() + call.layer_offset, call.exact_arena.data_ptr() + call.exact_layer_offset,
+            call.arena.stride()[0], call.exact_arena.stride()[0], call.layout.k_scales_offset, k_format,
+            exact_k_format, slots.data_ptr(), exact_slots.data_ptr(), slots.shape[0], call.num_kv_heads, call.k_dim,
+            call.block_size, torch.get_num_threads(),
         ),
         serving.isa_number,
     )  # fmt: skip

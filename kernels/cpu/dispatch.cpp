@@ -4,6 +4,7 @@
 #define DECLARE(isa)                               \
     namespace isa {                                \
     void kv_write(const WriteArgs&);               \
+    void encode_keys(const EncodeArgs&);           \
     void paged_attention(const AttentionArgs&);    \
     }
 DECLARE(portable)
@@ -36,6 +37,14 @@ void lean_kv_write(const WriteArgs* args, int64_t isa) {
     if (isa == AVX2) return avx2::kv_write(*args);
 #endif
     portable::kv_write(*args);
+}
+
+void lean_encode_keys(const EncodeArgs* args, int64_t isa) {
+#if defined(__x86_64__)
+    if (isa == AVX512) return avx512::encode_keys(*args);
+    if (isa == AVX2) return avx2::encode_keys(*args);
+#endif
+    portable::encode_keys(*args);
 }
 
 void lean_paged_attention(const AttentionArgs* args, int64_t isa) {

@@ -1,4 +1,5 @@
-// Formats whose codes lie in planes, with one-byte scales (Kind::GRID of quant/formats.py): their bytes, and back.
+// Formats whose codes lie in planes, with one-byte scales (Kind.GRID and Kind.CHANNEL of quant/formats.py): their bytes,
+// and back.
 #pragma once
 #include "args.h"
 #include "simd.h"
@@ -11,8 +12,9 @@ constexpr int32_t MIN_BYTE = 0x08, MAX_BYTE = 0xf7, NAN_BYTE = 0xff;  // one-byt
 
 // Formats whose codes lie in planes: their bits, and those of the first plane.
 INLINE constexpr bool is_grid(int64_t format) { return format >= INT3; }
-INLINE constexpr int grid_bits(int64_t format) { return (int)(format - INT3) + 3; }
-INLINE constexpr int high_bits(int64_t format) { return format == INT3 ? 2 : 4; }
+INLINE constexpr bool by_channel(int64_t format) { return format >= PC3; }
+INLINE constexpr int grid_bits(int64_t format) { return (int)(format - (by_channel(format) ? PC3 : INT3)) + 3; }
+INLINE constexpr int high_bits(int64_t format) { return grid_bits(format) == 3 ? 2 : 4; }
 INLINE constexpr int low_bits(int64_t format) { return grid_bits(format) - high_bits(format); }
 
 INLINE float from_bits(uint32_t bits) {
@@ -89,22 +91,26 @@ template <int BITS> INLINE void pack_plane(const int8_t* codes, int64_t n, int s
     }
 }
 
+// The codes of dims first .. first + n of a row of `dim`; first is a multiple of UNIT.
+inline void pack_codes(const int8_t* codes, int64_t first, int64_t n, int64_t dim, int64_t format, uint8_t* row) {
+    const int high = high_bits(format), low = low_bits(format);
+    for (int64_t d = 0; d < n; d += UNIT) {
+        const int64_t count = n - d < UNIT ? n - d : UNIT;
+        uint8_t *to = row + (first + d) * high / 8, *to_low = row + (dim * high + (first + d) * low) / 8;
+        if (high == 4) pack_plane<4>(codes + d, count, low, to);
+        else pack_plane<2>(codes + d, count, low, to);
+        if (low == 2) pack_plane<2>(codes + d, count, 0, to_low);
+        else if (low == 1) pack_plane<1>(codes + d, count, 0, to_low);
+    }
+}
+
 // y [dim] to the codes and scales of a grid format.
 inline void encode_grid(const float* y, int64_t dim, int64_t group, int64_t format, uint8_t* codes, uint8_t* scales) {
     int8_t of_group[MAX_GROUP];
-    const int high = high_bits(format), low = low_bits(format);
-    uint8_t* low_plane = codes + dim * high / 8;
     for (int64_t first = 0; first < dim; first += group) {
         const int64_t n = dim - first < group ? dim - first : group;
         *scales++ = search_group(y + first, n, group, format, of_group);
-        for (int64_t d = 0; d < n; d += UNIT) {
-            const int64_t count = n - d < UNIT ? n - d : UNIT;
-            uint8_t *to = codes + (first + d) * high / 8, *to_low = low_plane + (first + d) * low / 8;
-            if (high == 4) pack_plane<4>(of_group + d, count, low, to);
-            else pack_plane<2>(of_group + d, count, low, to);
-            if (low == 2) pack_plane<2>(of_group + d, count, 0, to_low);
-            else if (low == 1) pack_plane<1>(of_group + d, count, 0, to_low);
-        }
+        pack_codes(of_group, first, n, dim, format, codes);
     }
 }
 

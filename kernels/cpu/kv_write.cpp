@@ -1,7 +1,9 @@
-// kv_write: encode new K and V and put them into their slots.
+// kv_write: encode new K and V and put them into their slots. encode_keys: K by channel, from the exact pool.
 #include <omp.h>
 
-#include "codecs.h"
+#include <vector>
+
+#include "channels.h"
 
 namespace ISA {
 
@@ -38,7 +40,7 @@ void kv_write(const WriteArgs& a) {
         {a.value, a.value_token, a.value_head, a.v_dim, a.pool.v_group, a.pool.v_format, a.v_rotate, a.pool.v_codes,
          a.pool.v_scales},
     };
-    const int num_parts = a.v_in_k ? 1 : 2;
+    const int first_part = by_channel(a.pool.k_format) ? 1 : 0, num_parts = a.v_in_k ? 1 : 2;
     const int64_t rows = a.num_tokens * a.num_kv_heads, dim = a.k_dim > a.v_dim ? a.k_dim : a.v_dim;
     // Waking a thread costs as much as about ten rows.
 #pragma omp parallel num_threads(rows < 64 ? 1 : (int)a.threads)
@@ -47,10 +49,34 @@ void kv_write(const WriteArgs& a) {
         float* y = dim <= 512 ? small : new float[dim];
 #pragma omp for
         for (int64_t row = 0; row < rows; ++row)
-            for (int i = 0; i < num_parts; ++i)
+            for (int i = first_part; i < num_parts; ++i)
                 if (a.slots[row / a.num_kv_heads] >= 0)
                     write(a, parts[i], row / a.num_kv_heads, row % a.num_kv_heads, y);
         if (y != small) delete[] y;
+    }
+}
+
+void encode_keys(const EncodeArgs& a) {
+    std::vector<int64_t> ends;  // tokens that complete a group
+    for (int64_t token = 0; token < a.num_tokens; ++token)
+        if (a.slots[token] >= 0 && a.slots[token] % CHANNEL_TOKENS == CHANNEL_TOKENS - 1) ends.push_back(token);
+    const int64_t tasks = (int64_t)ends.size() * a.num_kv_heads, dim = a.k_dim;
+    if (!tasks) return;
+#pragma omp parallel num_threads(tasks < 2 ? 1 : (int)(tasks < a.threads ? tasks : a.threads))
+    {
+        std::vector<float> y((size_t)(CHANNEL_TOKENS * dim));
+        std::vector<int8_t> codes(y.size());
+#pragma omp for
+        for (int64_t task = 0; task < tasks; ++task) {
+            const int64_t head = task % a.num_kv_heads, token = ends[task / a.num_kv_heads];
+            const auto first_row = [&](int64_t slot) { return head * a.block_size + slot % a.block_size - (CHANNEL_TOKENS - 1); };
+            const int64_t slot = a.slots[token], exact = a.exact_slots[token];
+            const uint8_t* from = a.exact_arena + exact / a.block_size * a.exact_block_bytes;
+            uint8_t* block = a.arena + slot / a.block_size * a.block_bytes;
+            load_row(from, first_row(exact) * dim, a.exact_k_format, CHANNEL_TOKENS * dim, y.data());
+            encode_channels(y.data(), dim, a.k_format, codes.data(), block + first_row(slot) * row_bytes(a.k_format, dim),
+                            block + a.k_scales + first_row(slot) / CHANNEL_TOKENS * 2 * dim);
+        }
     }
 }
 

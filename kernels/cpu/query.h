@@ -18,6 +18,28 @@ struct Query {
     float* unit;      // [rows]
 };
 
+// Rows of a query for one group of K by channel: a score is start + the sum of x times (code + 1/2) in the top byte.
+struct Folded {
+    float* x;              // [rows][k_pad]
+    float* start;          // [rows]
+    float *scale, *zero;   // [k_pad], of the group's channels
+
+    void fold(const Query& query, int64_t rows, const uint8_t* channels, int64_t k_dim, int64_t k_pad, float unit) const {
+        decode_channels(channels, k_dim, scale, zero);
+        for (int64_t row = 0; row < rows; ++row) {
+            vec total = {};
+            float* to = x + row * k_pad;
+            for (int64_t d = 0; d < k_dim; d += W) {
+                const vec q = load(query.x + row * k_pad + d) * load(scale + d);
+                store(to + d, q * set1(unit));
+                total = fma(q, load(zero + d), total);
+            }
+            for (int64_t d = k_dim; d < k_pad; ++d) to[d] = 0;
+            start[row] = reduce_add(total);
+        }
+    }
+};
+
 #if defined(HAS_DOT)
 void to_digits(const float* q, int64_t k_pad, const Query& to, int64_t row) {
     constexpr float LARGEST = 127 * (65536 + 256);  // below what three digits hold, rounding included

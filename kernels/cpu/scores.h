@@ -65,14 +65,18 @@ INLINE void each_grid_dim(const Tile& tile, int64_t key, Use&& use) {
         for (int64_t unit = 0; unit < 2 && d + unit * UNIT < tile.k_dim; ++unit) {
             const int64_t first = d + unit * UNIT;
             vec scale[V];
-            for (int v = 0; v < V; ++v) scale[v] = load(tile.k_groups + first / tile.k_group * TILE + key + v * W);
+            if constexpr (!by_channel(F))
+                for (int v = 0; v < V; ++v) scale[v] = load(tile.k_groups + first / tile.k_group * TILE + key + v * W);
             const auto four = [&]<int I>() INLINED {
                 ints word[V];
                 UNROLL for (int v = 0; v < V; ++v)
                     word[v] = grid_word<F, I>(high[v] + unit * high_bits(F), low[v] + unit * low_bits(F));
                 const auto one = [&]<int J>() INLINED {
                     vec x[V];
-                    UNROLL for (int v = 0; v < V; ++v) x[v] = to_float(top_byte<J>(word[v])) * scale[v];
+                    UNROLL for (int v = 0; v < V; ++v) {
+                        x[v] = to_float(top_byte<J>(word[v]));
+                        if constexpr (!by_channel(F)) x[v] *= scale[v];
+                    }
                     use(first + 4 * I + J, x);
                 };
                 one.template operator()<0>(), one.template operator()<1>();
@@ -86,7 +90,7 @@ INLINE void each_grid_dim(const Tile& tile, int64_t key, Use&& use) {
 }
 
 // Calls use(d, x) for the dims 0 .. k_pad in order, with x[V] = the decoded elements of V vectors of keys. Beyond k_dim
-// they are finite where a key's scales are, and the query is 0.
+// they are finite where a key's scales are, and the query is 0. Of K by channel x is the code + 1/2 in the top byte.
 template <int F, int V, typename Use>
 INLINE void each_dim(const Tile& tile, int64_t key, Use&& use) {
     if constexpr (is_grid(F)) return each_grid_dim<F, V>(tile, key, use);
@@ -111,20 +115,25 @@ INLINE void each_dim(const Tile& tile, int64_t key, Use&& use) {
     }
 }
 
-// R rows, straight from the codes.
+// R rows q with a strip's keys, straight from the codes; acc: where the sums begin.
+template <int F, int R>
+INLINE void score_strip(const Tile& tile, int64_t key, const float* q, vec (*acc)[2], float* scores) {
+    each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) INLINED {
+        UNROLL for (int r = 0; r < R; ++r) {
+            const vec one = set1(q[r * tile.k_pad + d]);
+            UNROLL for (int v = 0; v < 2; ++v) acc[r][v] = fma(one, x[v], acc[r][v]);
+        }
+    });
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int v = 0; v < 2; ++v) store(scores + r * TILE + key + v * W, acc[r][v]);
+}
+
 template <int F, int R> void score_few(const Tile& tile, const Query& query, float* scores) {
     for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
         for (int64_t i = key; i < std::min(key + STRIP, tile.num_next); ++i)
             prefetch_row(tile.next_k[i], row_bytes(F, tile.k_dim));
         vec acc[R][2] = {};
-        each_dim<F, 2>(tile, key, [&](int64_t d, const vec* x) INLINED {
-            UNROLL for (int r = 0; r < R; ++r) {
-                const vec q = set1(query.x[r * tile.k_pad + d]);
-                UNROLL for (int v = 0; v < 2; ++v) acc[r][v] = fma(q, x[v], acc[r][v]);
-            }
-        });
-        UNROLL for (int r = 0; r < R; ++r)
-            UNROLL for (int v = 0; v < 2; ++v) store(scores + r * TILE + key + v * W, acc[r][v]);
+        score_strip<F, R>(tile, key, query.x, acc, scores);
     }
 }
 
@@ -141,9 +150,12 @@ constexpr void (*DECODE_STRIP[])(const Tile&, int64_t, float*) = {
     decode_strip<INT3>, decode_strip<INT4>, decode_strip<INT5>, decode_strip<INT6>,
 };
 
-// R rows of a query with the keys of a strip.
-template <int R> void score_rows(const float* strip, const float* q, int64_t k_pad, int64_t k_dim, float* scores) {
+// R rows of a query with the keys of a strip. start [R]: where the sums begin; null: at 0.
+template <int R>
+void score_rows(const float* strip, const float* q, const float* start, int64_t k_pad, int64_t k_dim, float* scores) {
     vec acc[R][2] = {};
+    if (start)
+        UNROLL for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = set1(start[r]);
     for (int64_t d = 0; d < k_dim; ++d) {
         const vec a = load(strip + d * STRIP), b = load(strip + d * STRIP + W);
         UNROLL for (int r = 0; r < R; ++r) {
@@ -215,7 +227,39 @@ void score_integer(const Tile& tile, const Query& query, int64_t rows, float* sc
 }
 #endif
 
-void score_tile(int64_t format, const Tile& tile, const Query& query, const Rows& rows, float* strip) {
+// K by channel: the query takes the scales and zeros of a group once, for all of its keys.
+template <int F>
+void score_channels(const Tile& tile, const Query& query, const Folded& folded, const Rows& rows, float* strip) {
+    static_assert(CHANNEL_TOKENS % STRIP == 0);
+    int64_t group = -1;
+    for (int64_t key = tile.first / STRIP * STRIP; key < tile.last; key += STRIP) {
+        if (key / CHANNEL_TOKENS != group) {
+            group = key / CHANNEL_TOKENS;
+            folded.fold(query, rows.count, tile.channels[group], tile.k_dim, tile.k_pad, k_unit(F, false));
+        }
+        for (int64_t i = key; i < std::min(key + STRIP, tile.num_next); ++i)
+            prefetch_row(tile.next_k[i], row_bytes(F, tile.k_dim));
+        if (rows.count <= FEW) {
+            with_count<FEW>(rows.count, [&]<int R>() INLINED {
+                vec acc[R][2];
+                UNROLL for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = set1(folded.start[r]);
+                score_strip<F, R>(tile, key, folded.x, acc, rows.weights);
+            });
+            continue;
+        }
+        decode_strip<F>(tile, key, strip);
+        each_rows<ROWS>(rows.count, [&]<int R>(int64_t row) INLINED {
+            score_rows<R>(strip, folded.x + row * tile.k_pad, folded.start + row, tile.k_pad, tile.k_dim,
+                          rows.weights + row * TILE + key);
+        });
+    }
+}
+
+void score_tile(int64_t format, const Tile& tile, const Query& query, const Folded& folded, const Rows& rows,
+                float* strip) {
+    if (format == PC3) return score_channels<PC3>(tile, query, folded, rows, strip);
+    if (format == PC4) return score_channels<PC4>(tile, query, folded, rows, strip);
+    if (format == PC5) return score_channels<PC5>(tile, query, folded, rows, strip);
 #if defined(HAS_DOT)
     if (format == INT8 && tile.rest_from == NO_REST)
         return score_integer(tile, query, rows.count, rows.weights, strip);
@@ -237,7 +281,8 @@ void score_tile(int64_t format, const Tile& tile, const Query& query, const Rows
             prefetch_row(tile.next_k[i], row_bytes(format, tile.k_dim));
         DECODE_STRIP[format](tile, key, strip);
         each_rows<ROWS>(rows.count, [&]<int R>(int64_t row) INLINED {
-            score_rows<R>(strip, query.x + row * tile.k_pad, tile.k_pad, tile.k_dim, rows.weights + row * TILE + key);
+            score_rows<R>(strip, query.x + row * tile.k_pad, nullptr, tile.k_pad, tile.k_dim,
+                          rows.weights + row * TILE + key);
         });
     }
 }

@@ -1,6 +1,6 @@
 // The keys that are attended together: where their codes lie, and their scales.
 #pragma once
-#include "codecs.h"
+#include "channels.h"
 #include "visible.h"
 
 namespace ISA {
@@ -39,6 +39,7 @@ struct Tile {
     int64_t rest_from;                               // NO_REST: all dims have one scale
     float *k_groups, *v_groups;                      // of grid formats: [groups][TILE] and [TILE][groups]
     int64_t k_group, v_group;                        // dims that share a scale
+    const uint8_t* channels[TILE / CHANNEL_TOKENS];  // of K by channel: each group's scales and zeros
     const uint8_t* zeros;
     // The next tile's, prefetched while this one is computed.
     const uint8_t *next_k[TILE], *next_v[TILE];
@@ -104,10 +105,13 @@ void load_tile(const AttentionArgs& a, const Item& item, bool exact, int64_t sta
     tile.rest_from = has_rest ? a.v_dim : NO_REST;
     tile.first = first - start;
     tile.last = last - start;
+    const auto channels_at = [&](const uint8_t* block, int64_t row) {
+        return block + pool.k_scales + row / CHANNEL_TOKENS * 2 * a.k_dim;
+    };
     const auto nothing = [&](int64_t key) {
         tile.k[key] = tile.v[key] = tile.zeros;
         tile.k_scale[key] = tile.v_scale[key] = tile.k_rest[key] = 0;
-        if (is_grid(pool.k_format))
+        if (is_grid(pool.k_format) && !by_channel(pool.k_format))
             for (int64_t g = 0; g < k_scales; ++g) tile.k_groups[g * TILE + key] = 0;
     };
     for (int64_t key = tile.first / STRIP * STRIP; key < tile.first; ++key) nothing(key);
@@ -118,8 +122,14 @@ void load_tile(const AttentionArgs& a, const Item& item, bool exact, int64_t sta
             tile.k[key + i] = block + pool.k_codes + (row + i) * k_bytes;
             tile.v[key + i] = block + pool.v_codes + (row + i) * v_bytes;
         }
-        load_scales(pool.k_format, k_scales, k_scales, block + pool.k_scales, row, count, k_unit, tile.k_scale + key,
-                    tile.k_groups + key, 1, TILE);
+        if (by_channel(pool.k_format)) {
+            for (int64_t i = 0; i < count; ++i) {
+                tile.k_scale[key + i] = 1;
+                tile.channels[(key + i) / CHANNEL_TOKENS] = channels_at(block, row + i);
+            }
+        } else
+            load_scales(pool.k_format, k_scales, k_scales, block + pool.k_scales, row, count, k_unit, tile.k_scale + key,
+                        tile.k_groups + key, 1, TILE);
         for (int64_t i = 0; has_rest && i < count; ++i) {
             uint16_t pair[2];
             memcpy(pair, block + pool.k_scales + 4 * (row + i), 4);
@@ -137,6 +147,8 @@ void load_tile(const AttentionArgs& a, const Item& item, bool exact, int64_t sta
             tile.next_k[key + i] = block + pool.k_codes + (row + i) * k_bytes;
             tile.next_v[key + i] = block + pool.v_codes + (row + i) * v_bytes;
         }
+        for (int64_t i = 0; by_channel(pool.k_format) && i < count; i += CHANNEL_TOKENS)
+            prefetch_row(channels_at(block, row + i), 2 * a.k_dim);
         tile.num_next = key + count;
     };
     each_run(a, item, exact, next, std::min(next + TILE, end), see);

@@ -39,6 +39,7 @@ class Worker {
             max_rows * TILE, max_rows, max_rows, max_rows * v_pad, max_rows,               // Rows
             max_rows, max_rows, max_rows * v_pad,                                          // the running state
             k_pad * STRIP, TILE * v_pad, max_rows * v_pad,                                 // decoded keys, a tile's sum
+            max_rows * k_pad, max_rows, k_pad, k_pad,                                      // Folded
             (a.k_dim + UNIT - 1) / UNIT * TILE, (a.v_dim + UNIT - 1) / UNIT * TILE, dim + 16, v_pad,
         };
         constexpr int COUNT = sizeof(sizes) / sizeof(*sizes);
@@ -51,6 +52,7 @@ class Worker {
             &rows.weights, &rows.max, &rows.sum, &rows.acc, &rows.alpha,
             &max, &sum, &acc,
             &strip, &values, &tile_sum,
+            &folded.x, &folded.start, &folded.scale, &folded.zero,
             &tile.k_groups, &tile.v_groups, &zeros, &out,
         };
         for (int i = 0; i < COUNT; ++i) {
@@ -113,6 +115,7 @@ class Worker {
     int64_t k_pad, v_pad;
     Tile tile;
     Query query, query_sink;
+    Folded folded;
     Rows rows;
     float *max, *sum, *acc, *strip, *values, *tile_sum, *zeros, *out;
 
@@ -141,7 +144,8 @@ class Worker {
     void attend_tile(const Item& item, int range, int64_t start, int64_t first, int64_t last, int64_t end) {
         const Pool& pool = IS_EXACT[range] ? a.exact : a.pool;
         load_tile(a, item, IS_EXACT[range], start, first, last, end, rows.count <= DECODE_ROWS, tile);
-        score_tile(pool.k_format, tile, IS_SINK[range] && a.query_sink ? query_sink : query, rows, strip);
+        score_tile(pool.k_format, tile, IS_SINK[range] && a.query_sink ? query_sink : query, folded,
+                   rows, strip);
         const float cap = (float)(a.softcap * M_LOG2E);
         for (int64_t token = 0; token < item.count; ++token) {
             const Range seen = range_of(a, range, item.position + token);

@@ -9,7 +9,7 @@ from lean.config import EngineConfig
 from lean.errors import ConfigError
 from lean.kernels.layout import KVLayout, blocks_for
 from lean.layer_formats import layer_formats
-from lean.quant.formats import BF16, KVFormat, describe
+from lean.quant.formats import BF16, CHANNEL_TOKENS, KVFormat, describe
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,11 @@ def _layer_rules(
         for name, fmt, dim in (("K", k, layer.k_dim), ("V", v, layer.v_dim)):
             if not fmt.supports(dim):
                 raise ConfigError(
-                    f"layer {index}: {name} head_dim {dim} does not fit {fmt.name}, which needs a multiple of 8: "
-                    "use --kv-dtype bf16 or fp32"
+                    f"layer {index}: {name} head_dim {dim} does not fit {fmt.name}, which needs a multiple of "
+                    f"{fmt.dim_multiple}: use --kv-dtype bf16 or fp32"
                 )
+        if k.by_channel:
+            _check_groups(k, config.block_size, length)
         window = layer.window or config.window or 0
         seen = sinks if window and not layer.window else 0
         exact = length if k.quantized or v.quantized else 0
@@ -223,6 +225,22 @@ def _layer_rules(
         for window in sorted(covered)
     ]
     return rules, notes
+
+
+def _check_groups(k_format: KVFormat, block_size: int, residual_length: int) -> None:
+    """Check the options of a K format whose tokens are encoded together. Raises ConfigError.
+
+    The residual keeps every token exact until its group is complete, and the exact pool keeps the block of an
+    incomplete group.
+    """
+    why = f"{k_format.name} encodes the keys of {CHANNEL_TOKENS} tokens together"
+    if block_size % CHANNEL_TOKENS:
+        raise ConfigError(f"{why}: use a --block-size that is a multiple of {CHANNEL_TOKENS}, not {block_size}")
+    if residual_length < CHANNEL_TOKENS:
+        raise ConfigError(
+            f"{why} and reads these tokens unquantized before: use a --kv-residual-length of at least "
+            f"{CHANNEL_TOKENS}, not {residual_length}"
+        )
 
 
 def _latent_notes(layers: Sequence[LayerShape], formats: Sequence[tuple[KVFormat, KVFormat]]) -> list[str]:

@@ -25,7 +25,7 @@ from lean.engine.request import Request
 from lean.engine.sampling import Sample, Turn, sample
 from lean.engine.scheduler import Chunk
 from lean.kernels.layout import sink_shift
-from lean.kernels.reference import read_slots
+from lean.kernels.parts import read_slots
 from lean.model.attention import AttentionBatch, Observer
 from lean.model.expansion import FEW_ROWS, PromptRows, may_expand
 from lean.model.load import LoadedModel
@@ -298,8 +298,11 @@ class Runner:
         """The first layer with non-finite K/V of the chunk's tokens in the cache; None where all are finite."""
         batch = self.batch([chunk])
         for index, layer in sorted(self.cache.layers.items()):
-            pool = layer.pool
-            k, v = read_slots(pool.arena, pool.layout, pool.offset, batch.slot_mapping[layer.group.pool_id])
+            pool, pool_id = layer.pool, layer.group.pool_id
+            # K by channel is stored when its group is complete; the exact copies are there at once.
+            if pool.layout.k_format.by_channel and layer.exact is not None and layer.group.exact_pool_id is not None:
+                pool, pool_id = layer.exact, layer.group.exact_pool_id
+            k, v = read_slots(pool.arena, pool.layout, pool.offset, batch.slot_mapping[pool_id])
             if not (k.isfinite().all() and v.isfinite().all()):
                 return index
         return None

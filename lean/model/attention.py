@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 
 from lean.cache.kv_cache import KVCache, LayerCache
 from lean.errors import ModelError
-from lean.kernels.ops import kv_write, paged_attention
+from lean.kernels.ops import paged_attention, write_tokens
 from lean.model.expansion import PromptRows, attend_expanded, pays
 from lean.model.latent import LatentProjection
 from lean.model.mixers import StateGroup
@@ -95,9 +95,9 @@ def attend(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> tor
 def _write(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> None:
     group = layer.group
     if layer.writes:
-        kv_write(layer.pool, inputs.key, inputs.value, batch.slot_mapping[group.pool_id])
-        if layer.exact is not None and group.exact_pool_id is not None:
-            kv_write(layer.exact, inputs.key, inputs.value, batch.slot_mapping[group.exact_pool_id])
+        exact_slots = None if group.exact_pool_id is None else batch.slot_mapping[group.exact_pool_id]
+        slots = batch.slot_mapping[group.pool_id]
+        write_tokens(layer.pool, inputs.key, inputs.value, slots, layer.exact, exact_slots)
 
 
 def _read(inputs: LayerInputs, layer: LayerCache, batch: AttentionBatch) -> torch.Tensor:

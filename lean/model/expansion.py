@@ -17,7 +17,7 @@ from lean.cache.kv_cache import LayerCache
 from lean.cache.plan import CacheGroup
 from lean.kernels.layout import KVLayout, blocks_for
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
-from lean.kernels.reference import read_slots
+from lean.kernels.parts import read_slots
 from lean.model.latent import LatentProjection
 from lean.quant import raw_format, rotate_back
 

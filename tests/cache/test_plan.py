@@ -96,6 +96,7 @@ def test_a_window_within_the_residual_runs_exact_and_says_so():
         ("k8v4", 100, 198, 394),
         ("int4", 68, 136, 272),
         ("k=int4,v=fp8", 100, 198, 394),
+        ("pc4v3", 61, 122, 244),
     ],
 )
 def test_bytes_per_token(kv_dtype, d64, d128, d256):
@@ -107,10 +108,13 @@ def test_bytes_per_token(kv_dtype, d64, d128, d256):
     assert plan(kv_dtype=kv_dtype).bytes_per_token == smollm2.get(kv_dtype, 30 * 3 * d64)
 
 
-@pytest.mark.parametrize("block_size", [8, 32, 256])
-@pytest.mark.parametrize("kv_dtype", NAMES)
+@pytest.mark.parametrize(
+    ("kv_dtype", "block_size"),
+    [(name, size) for name in NAMES for size in ((32, 256) if name == "pc4v3" else (8, 32, 256))],
+)
 def test_parts_of_a_block_are_aligned_and_do_not_overlap(kv_dtype, block_size):
-    layers = tuple(LayerShape(heads, heads, dim, v, 0) for heads, dim, v in ((1, 8, 8), (3, 72, 40), (2, 64, 128)))
+    dims = ((1, 16, 8), (3, 80, 40), (2, 64, 128)) if kv_dtype == "pc4v3" else ((1, 8, 8), (3, 72, 40), (2, 64, 128))
+    layers = tuple(LayerShape(heads, heads, dim, v, 0) for heads, dim, v in dims)
     pools = plan(layers, kv_dtype=kv_dtype, block_size=block_size).pools
     for pool in pools:
         end = 0

@@ -28,13 +28,13 @@ def test_the_kernels_that_serve_agree_with_the_reference(kv_dtype, dtype):
 
 
 def test_wrong_outputs_and_wrong_bytes_are_found(monkeypatch):
-    attention, write = check.paged_attention, check.kv_write
+    attention, write = check.paged_attention, check.write_tokens
     monkeypatch.setattr(check, "paged_attention", lambda *args, **kwargs: attention(*args, **kwargs) * 1.01)
     assert check.worst_error(CPU, "int8", torch.float32) > 1e-3
     monkeypatch.setattr(check, "paged_attention", lambda *args, **kwargs: attention(*args, **kwargs) * torch.nan)
     assert check.worst_error(CPU, "int8", torch.float32) == float("inf")
     monkeypatch.undo()
-    monkeypatch.setattr(check, "kv_write", lambda pool, key, value, slots: write(pool, key * 1.01, value, slots))
+    monkeypatch.setattr(check, "write_tokens", lambda pool, key, *more: write(pool, key * 1.01, *more))
     assert check.worst_error(CPU, "int8", torch.float32) == float("inf")
 
 

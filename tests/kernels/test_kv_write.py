@@ -4,9 +4,9 @@ import pytest
 import torch
 from attention_oracle import FILLS, KV_DTYPES, Heads, PagedCache, Rule, Tokens, exact_formats, filled
 
-from lean.kernels import reference
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write, paged_attention
+from lean.kernels.parts import read_slots
 from lean.quant import KVFormat, encode, parse_kv_dtype, quantize_dequantize, rotate_back
 
 DIMS = [(16, 16), (24, 40), (72, 72), (64, 128), (256, 256)]
@@ -138,7 +138,7 @@ def test_single_slots_can_be_read_back(kv_dtype: str) -> None:
     pool, table = cache.pools[0], cache.tables[0][0].long()
     slots = torch.stack([table[1] * 16 + 3, table[0] * 16 + 15])  # positions 19 and 15
     for read, x, fmt in zip(
-        reference.read_slots(pool.arena, pool.layout, pool.offset, slots),
+        read_slots(pool.arena, pool.layout, pool.offset, slots),
         (tokens.key, tokens.value),
         parse_kv_dtype(kv_dtype),
     ):

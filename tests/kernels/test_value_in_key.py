@@ -13,7 +13,7 @@ from lean.kernels.call import from_arguments
 from lean.kernels.cpu import binding, build
 from lean.kernels.layout import KVLayout
 from lean.kernels.ops import LayerPool, kv_write
-from lean.kernels.reference import _gather
+from lean.kernels.parts import gather
 from lean.quant import encode, parse_kv_dtype
 
 FORMATS = ("fp32", "bf16", "int8", "fp8", "int4")
@@ -155,5 +155,5 @@ def test_keys_and_values_of_one_vector_have_one_format() -> None:
 
 def test_blocks_with_one_word_of_scale_bytes_are_gathered_in_order():
     part = torch.arange(5 * 2 * 8, dtype=torch.uint8).view(5, 2, 8, 1)
-    found = _gather(part, torch.tensor([[1, 3]]))
+    found = gather(part, torch.tensor([[1, 3]]))
     assert torch.equal(found[0], torch.cat([part[1], part[3]], dim=1))

@@ -19,6 +19,9 @@ from lean.quant import (
     INT6,
     INT8,
     NAMES,
+    PC3,
+    PC4,
+    PC5,
     KVFormat,
     decode,
     describe,
@@ -31,6 +34,8 @@ RAW = {torch.float64: FP64, torch.float32: FP32, torch.float16: FP16, torch.bflo
 NAME = attrgetter("name")
 INT4_FLAT = replace(INT4, rotate=False)
 QUANTIZED = (INT8, FP8, INT3, INT4, INT5, INT6)
+BY_CHANNEL = (PC3, PC4, PC5)
+OF_VECTORS = {name: fmt for name, fmt in FORMATS.items() if not fmt.by_channel}
 DIMS = (8, 16, 24, 64, 72, 80, 96, 112, 128, 192, 256)
 
 
@@ -41,6 +46,7 @@ DIMS = (8, 16, 24, 64, 72, 80, 96, 112, 128, 192, 256)
         "int8": [132, 260, 516], "fp8": [132, 260, 516], "int3": [50, 100, 200], "int4": [68, 136, 272],
         "int5": [82, 164, 328], "int6": [98, 196, 392],
         "int4g64": [66, 132, 264], "k8v4": [100, 198, 394], "k6v4": [82, 164, 328], "k5v4": [74, 148, 296],
+        "pc4v3": [61, 122, 244], "k=pc3,v=int3": [53, 106, 212], "k=pc5,v=int5": [85, 170, 340],
     }.items(),
 )  # fmt: skip
 def test_bytes_per_token_and_head_are_those_of_the_table(name, sizes):
@@ -72,7 +78,7 @@ def test_group_size_sets_the_number_of_scales():
     assert [replace(INT8, group_size=32).groups(d) for d in (24, 32, 80, 128)] == [1, 1, 3, 4]
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("fmt", OF_VECTORS.values(), ids=OF_VECTORS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_byte_counts_are_the_bytes_that_are_written(fmt, dim):
     codes, scales = encode(torch.randn(2, dim), fmt)
@@ -81,10 +87,10 @@ def test_byte_counts_are_the_bytes_that_are_written(fmt, dim):
 
 def test_table_lists_each_format_under_its_name():
     names = ["fp64", "fp32", "fp16", "bf16", "int8", "fp8", "int3", "int4", "int5", "int6"]
-    assert [name for name in FORMATS if "g" not in name] == names
+    assert [name for name in FORMATS if "g" not in name] == [*names, "pc3", "pc4", "pc5"]
     assert all(fmt.name == name for name, fmt in FORMATS.items())
-    assert all(fmt.rotate == name.startswith("int") for name, fmt in FORMATS.items())
-    assert set(NAMES) == {*names, "k8v4", "k6v4", "k5v4"}
+    assert all(fmt.rotate == name.startswith(("int", "pc")) for name, fmt in FORMATS.items())
+    assert set(NAMES) == {*names, "k8v4", "k6v4", "k5v4", "pc4v3"}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +105,9 @@ def test_table_lists_each_format_under_its_name():
         ("k8v4", INT8, INT4),
         ("k6v4", INT6, INT4G64),
         ("k5v4", INT5, INT4G64),
+        ("pc4v3", PC4, INT3),
+        ("k=pc3,v=bf16", PC3, BF16),
+        ("v=int4, k=PC5", PC5, INT4),
         ("k=int3g32,v=int6g128", FORMATS["int3g32"], FORMATS["int6g128"]),
         ("int4g32", INT4, INT4),
         ("k=int3g64,v=int5", INT3, INT5),
@@ -132,12 +141,18 @@ def test_error_names_the_unknown_format_and_the_choices(text):
         parse_kv_dtype(text)
 
 
+@pytest.mark.parametrize("text", ["pc4", "k=pc4,v=pc4", "k=pc4,v=pc3", "k=int8,v=pc5"])
+def test_formats_of_keys_are_refused_for_values(text):
+    with pytest.raises(ValueError, match=r"pc\d is a format of K alone: write k=\w+,v=int4"):
+        parse_kv_dtype(text)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_offered_can_be_parsed(name):
     assert describe(*parse_kv_dtype(name)) == name
 
 
-@pytest.mark.parametrize(("k", "v"), list(product(FORMATS.values(), repeat=2)), ids=NAME)
+@pytest.mark.parametrize(("k", "v"), list(product(FORMATS.values(), OF_VECTORS.values())), ids=NAME)
 def test_description_of_a_pair_parses_back_to_it(k, v):
     assert parse_kv_dtype(describe(k, v)) == (k, v)
 
@@ -163,6 +178,17 @@ def test_op_codes_differ():
 def test_quantized_formats_take_multiples_of_eight(fmt):
     assert all(fmt.supports(dim) for dim in DIMS)
     assert not any(fmt.supports(dim) for dim in (-8, 0, 1, 4, 12, 20, 33, 100))
+
+
+@pytest.mark.parametrize("fmt", BY_CHANNEL, ids=NAME)
+def test_formats_by_channel_take_multiples_of_sixteen(fmt):
+    assert all(fmt.supports(dim) == (dim % 16 == 0) for dim in DIMS)
+    assert not fmt.supports(0)
+
+
+@pytest.mark.parametrize("fmt", BY_CHANNEL, ids=NAME)
+def test_no_beginning_of_a_vector_by_channel_is_read_alone(fmt):
+    assert not fmt.supports_prefix(576, 512)
 
 
 @pytest.mark.parametrize("fmt", RAW.values(), ids=NAME)
@@ -237,7 +263,7 @@ def test_any_float_dtype_is_encoded_as_its_float32_value(fmt, dtype):
     assert bits_equal(encode(x, fmt), encode(x.float(), fmt))
 
 
-@pytest.mark.parametrize("fmt", [*FORMATS.values(), INT4_FLAT], ids=[*FORMATS, "int4-"])
+@pytest.mark.parametrize("fmt", [*OF_VECTORS.values(), INT4_FLAT], ids=[*OF_VECTORS, "int4-"])
 def test_leading_shape_and_strides_do_not_matter(fmt):
     x = off_centre(24).view(2, 3, 4, 80)
     codes, scales = encode(x, fmt)

@@ -11,8 +11,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from lean.kernels.layout import KVLayout
-from lean.kernels.ops import LayerPool, kv_write, paged_attention
-from lean.quant import KVFormat, parse_kv_dtype, quantize_dequantize, raw_format, rotate, rotate_back
+from lean.kernels.ops import LayerPool, encode_keys, kv_write, paged_attention
+from lean.quant import (
+    CHANNEL_TOKENS,
+    KVFormat,
+    decode_channels,
+    encode_channels,
+    parse_kv_dtype,
+    quantize_dequantize,
+    raw_format,
+    rotate,
+    rotate_back,
+)
 
 KV_DTYPES = ("fp64", "fp32", "bf16", "fp16", "int8", "fp8", "int4", "k8v4", "k=int8,v=fp8", "k6v4", "k=int5,v=int3")
 # 0xFF bytes are NaN in every float format, 0x7F in e4m3 and fp16 (huge in the others); 0x7E00 is the usual fp16 NaN.
@@ -104,6 +114,11 @@ def expected(
         if v_in_k:
             key = latent_through_cache(tokens.key[:stop].double(), tokens.value.shape[2], formats[0])
             return [key, key[..., : tokens.value.shape[2]]]
+        if formats[0].by_channel:
+            return [
+                by_channel(tokens.key[:stop], formats[0]),
+                quantize_dequantize(tokens.value[:stop].double(), formats[1]),
+            ]
         return [quantize_dequantize(x[:stop].double(), f) for x, f in zip((tokens.key, tokens.value), formats)]
 
     formats = parse_kv_dtype(kv_dtype)
@@ -127,6 +142,21 @@ def expected(
         p = torch.softmax(scores, dim=1)[:, :stop]
         rows.append((p * ~exact) @ value[:, kv_head] + (p * exact) @ exact_value[:, kv_head])
     return torch.stack(rows, dim=1)
+
+
+def by_channel(key: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """float64 keys [tokens, heads, dim] that went through a cache by channel; NaN in the group that is not complete."""
+    groups = quantize_channels(key[: len(key) // CHANNEL_TOKENS * CHANNEL_TOKENS], fmt)
+    return torch.cat((groups, torch.full_like(key[len(groups) :], torch.nan, dtype=torch.float64)))
+
+
+def quantize_channels(key: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """Keys of whole groups, encoded from exact copies in their own dtype and decoded, in float64."""
+    copies = rotate(key if key.dtype is torch.float64 else key.float()).to(key.dtype)
+    groups = copies.unflatten(0, (-1, CHANNEL_TOKENS)).transpose(1, 2)  # [groups, heads, CHANNEL_TOKENS, dim]
+    codes, channels = encode_channels(groups, fmt)
+    values = decode_channels(codes, channels[..., None, :], fmt, torch.float64)
+    return rotate_back(values.transpose(1, 2).flatten(0, 1).contiguous())
 
 
 def latent_through_cache(key: torch.Tensor, v_dim: int, fmt: KVFormat) -> torch.Tensor:
@@ -194,10 +224,14 @@ class PagedCache:
             torch.cat([getattr(t, name)[start:stop] for _, t, start, stop in parts]) for name in ("key", "value")
         )
         positions = [(sequence, torch.arange(start, stop)) for sequence, _, start, stop in parts]
+        written = []
         for pool, tables in zip(self.pools, self.tables):
             size = pool.layout.block_size
             slots = [tables[sequence, i // size].long() * size + i % size for sequence, i in positions]
-            kv_write(pool, key, value, torch.cat(slots))
+            written.append(torch.cat(slots))
+            kv_write(pool, key, value, written[-1])
+        if self.pools[0].layout.k_format.by_channel:
+            encode_keys(*self.pools, *written)
 
     def attend(self, parts: Sequence[Part], rule: Rule, sink_logits: torch.Tensor | None = None) -> list[torch.Tensor]:
         """The rows of every part, from one call."""

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_checkpoint
 
-from lean.kernels.reference import _parts
+from lean.kernels.parts import parts_of
 from lean.model import attention
 
 
@@ -20,7 +20,7 @@ def sabotage(monkeypatch, factor, layers=None, keys_only=False):
             return
         if layers is not None and pool.offset // pool.layout.nbytes not in layers:
             return
-        parts = _parts(pool.arena, pool.layout, pool.offset)
+        parts = parts_of(pool.arena, pool.layout, pool.offset)
         block, slot = slot_mapping // pool.layout.block_size, slot_mapping % pool.layout.block_size
         for scales in parts[1:2] if keys_only else parts[1::2]:
             if scales.dtype is torch.uint8:  # e5m3: eight steps double it

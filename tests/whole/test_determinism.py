@@ -26,6 +26,7 @@ FORMATS = {"fp32": {}, "bf16": {}} | {
     for name in ("int8", "fp8", "int4", "k8v4", "k=int6,v=int3")
     for rest in (RESIDUAL, {})
 }
+FORMATS["pc4v3 with residual"] = {**RESIDUAL, "kv_residual_length": 32}
 FEW = ("fp32", "bf16", "int8 with residual", "fp8 without residual", "int4 with residual", "k8v4 without residual")
 CASES = [(kind, form) for kind in KINDS for form in (FORMATS if kind == "llama" else FEW)]
 IDS = tokens(38)

@@ -13,7 +13,7 @@ from tiny import tokens
 
 from lean import LLM, EngineConfig, SamplingParams
 from lean.cache.usage import occupancy
-from lean.kernels.reference import read_slots
+from lean.kernels.parts import read_slots
 from lean.model.info import inspect_model
 from lean.model.load import LoadedModel, load_model
 from lean.report import kv_report, start_up_line

@@ -10,7 +10,7 @@ from tiny import tokens
 from windowed import IDS, hidden, loader, residual, same, start
 
 from lean import LLM, SamplingParams
-from lean.kernels.reference import read_slots
+from lean.kernels.parts import read_slots
 from lean.report import kv_report
 
 
