@@ -296,6 +296,26 @@ def test_metrics_count_what_was_generated(server):
     assert value("vllm:num_requests_running") == 0
 
 
+def test_metrics_tell_the_tokens_of_each_step_and_the_time_of_each_token(server):
+    def values():
+        lines = server.http.get("/metrics").text.splitlines()
+        found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("vllm:"))
+        names = ("iteration_tokens_total", "request_time_per_output_token_seconds", "request_decode_time_seconds")
+        end = '{engine="0",model_name="tiny"}'
+        return [float(found[f"vllm:{name}_{part}{end}"]) for name in names for part in ("count", "sum")]
+
+    def change(**fields):
+        before = values()
+        server.complete("hello", **{**GREEDY, **fields})
+        return [new - old for new, old in zip(values(), before)]
+
+    steps, tokens, answers, seconds, _, decode = change()
+    assert (steps, tokens, answers) == (5, 5 + 5, 1)
+    assert 4 * seconds == pytest.approx(decode)
+    assert decode > 0
+    assert change(max_tokens=1) == [1, 5 + 1, 1, 0, 1, 0]
+
+
 def test_the_description_names_every_field_and_no_schema_is_missing(server):
     document = server.http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/health"} <= document["paths"].keys()
