@@ -49,6 +49,7 @@ class Scheduler:
     Attributes:
         prefix: knows which blocks hold what. All sequences register there what they have computed.
         waiting, running: sequences in order of arrival, those that were preempted first.
+        num_prompt_tokens: prompt tokens that steps have computed; those of a preempted request count again.
     """
 
     def __init__(self, config: EngineConfig, manager: BlockManager, size: CacheSize) -> None:
@@ -59,7 +60,7 @@ class Scheduler:
         self._entrance = Entrance(config, manager, size, self.prefix)
         self.waiting = self._entrance.waiting
         self.running: list[Request] = []
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_prompt_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -170,6 +171,7 @@ class Scheduler:
         """
         request, size = chunk.request, self._manager.block_size
         request.num_computed_tokens = chunk.end
+        self.num_prompt_tokens += max(0, min(chunk.end, len(request.prompt_token_ids)) - chunk.start)
         if chunk.start // size == chunk.end // size:
             return
         chain = self._entrance.chain(request)

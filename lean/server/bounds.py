@@ -25,6 +25,9 @@ class Bounds:
         max_model_len, max_num_seqs: the engine's. max_in_flight: prompts that may run and wait.
         vocab_size: rows of the embedding. token_limit: ids below it are tokens.
         longest_token: characters.
+
+    Attributes:
+        most_counted: entries of fields that are counted while a body is read.
     """
 
     def __init__(
@@ -40,11 +43,11 @@ class Bounds:
     ) -> None:
         self.config, self.max_model_len, self.max_num_seqs = config, max_model_len, max_num_seqs
         self.vocab_size, self.token_limit, self._longest_token = vocab_size, token_limit, longest_token
+        self.most_counted = {"messages": config.max_messages, "logit_bias": config.max_logit_bias}
         self._most_entries = {
             "prompt": min(config.max_prompts, max_in_flight),
             "stop": config.max_stop_strings,
             "stop_token_ids": config.max_stop_strings,
-            "logit_bias": config.max_logit_bias,
         }
 
     def bound(self, name: str, value: int, most: int, what: str = "") -> None:
@@ -55,9 +58,9 @@ class Bounds:
 
     def check_size(self, name: str, value: Any) -> None:
         """Refuse a field with too many entries, whatever they are."""
-        if not isinstance(value, list | dict) or name not in self._most_entries:
+        if not isinstance(value, list) or name not in self._most_entries:
             return
-        is_prompt = name == "prompt" and isinstance(value, list) and bool(value)
+        is_prompt = name == "prompt" and bool(value)
         if is_prompt and isinstance(value[0], int):
             self._check_length(len(value), name)
             return

@@ -11,7 +11,6 @@ from lean.errors import ConfigError, one_line, shown
 from lean.units import parse_size
 
 MIB = 2**20
-MOST_MESSAGES = MOST_ENTRIES = 2**14
 _MOST = 2**31 - 1
 
 
@@ -62,9 +61,6 @@ class ServerConfig:
             _check(item.name, getattr(self, item.name), str(item.type))
         if self.port > 65535:
             raise ConfigError(f"port {self.port} must be from 0 to 65535")
-        for option, most in (("max_messages", MOST_MESSAGES), ("max_logit_bias", MOST_ENTRIES)):
-            if getattr(self, option) > most:
-                raise ConfigError(f"{option.replace('_', '-')} {getattr(self, option)} must be at most {most}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl-certfile and ssl-keyfile go together: give both")
         for name in (self.ssl_certfile, self.ssl_keyfile):

@@ -18,8 +18,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from lean.server.config import MOST_ENTRIES
-
 MOST_INT = 2**63 - 1
 
 
@@ -81,11 +79,38 @@ def _content(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, Mapping) for part in value))
 
 
-def count(info: ValidationInfo, what: str) -> int:
-    """How many of these have been read, this one included. The context of the reading is a dict."""
-    context: dict[str, int] = info.context  # type: ignore[assignment]
-    context[what] = context.get(what, 0) + 1
-    return context[what]
+TOO_MANY = "too_many"  # type of the error of a field with more entries than it may have
+
+
+class Tally:
+    """Counts the entries of fields while a body is read, and refuses the first one too many.
+
+    pydantic's own limit of a list would make the whole list a part of its error.
+
+    Args:
+        most: how many entries a field may have, by its name; one that is not named may have any number.
+    """
+
+    def __init__(self, most: Mapping[str, int]) -> None:
+        self._most = most
+        self._left = dict(most)
+
+    def add(self, name: str) -> None:
+        """One more entry of field ``name``. Raises pydantic's error for one too many."""
+        if name in self._left:
+            self._left[name] -= 1
+            if self._left[name] < 0:
+                raise PydanticCustomError(TOO_MANY, f"has more than {self._most[name]} entries")
+
+
+def counted(name: str) -> AfterValidator:
+    """Counts each entry of field ``name`` in the `Tally` that is the context of the reading."""
+
+    def count(entry: Any, info: ValidationInfo) -> Any:
+        info.context.add(name)  # type: ignore[union-attr]
+        return entry
+
+    return AfterValidator(count)
 
 
 class _FailFast:
@@ -96,20 +121,6 @@ class _FailFast:
         if "fail_fast" in signature(core_schema.dict_schema).parameters:
             schema["fail_fast"] = True
         return schema
-
-
-_KEY = "[key]"  # pydantic's last step to the key of an object
-
-
-def _counted_key(key: str, info: ValidationInfo) -> str:
-    if count(info, "entries") == MOST_ENTRIES + 1:
-        raise PydanticCustomError("lean", f"has more than {MOST_ENTRIES} entries")
-    return key
-
-
-def of_value(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The place of an object whose key is at fault; any other place as it is."""
-    return place[:-2] if place[-1] == _KEY else place
 
 
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -128,7 +139,7 @@ Stop = _kind(
     ),
 )
 LogitBias = Annotated[
-    Annotated[dict[Annotated[str, AfterValidator(_counted_key)], Any], _FailFast()] | None,
+    Annotated[dict[Annotated[str, counted("logit_bias")], Any], _FailFast()] | None,
     Kind("an object of numbers from -100 to 100 by token id", _bias),
     WithJsonSchema(
         {

@@ -127,6 +127,8 @@ class EngineLoop:
         on_ready: called on the event loop when the engine is ready.
         on_end: called on the event loop when the thread ends by itself, with the error that ended it: of ``load``, or
             of an engine that cannot go on.
+        on_step: called in the engine's thread after a step, with its tokens: those of prompts that it computed, and
+            those that it generated.
 
     Attributes:
         snapshot: the engine after its last step.
@@ -138,8 +140,9 @@ class EngineLoop:
         load: Callable[[], LLM],
         on_ready: Callable[[], None] = lambda: None,
         on_end: Callable[[BaseException], None] = lambda error: None,
+        on_step: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        self._load, self._on_ready, self._on_end = load, on_ready, on_end
+        self._load, self._on_ready, self._on_end, self._on_step = load, on_ready, on_end, on_step
         self._commands: queue.SimpleQueue[Callable[[LLM], object] | None] = queue.SimpleQueue()  # None: stop
         self._jobs: set[Job] = set()  # the event loop's: not ended
         self._owners: dict[int, tuple[Job, int]] = {}  # the thread's: request id -> job and number of the prompt
@@ -229,7 +232,7 @@ class EngineLoop:
         while self._obey(llm):
             if not llm.has_work:
                 continue
-            begun = time.monotonic()
+            begun, prompt_tokens = time.monotonic(), llm.engine.scheduler.num_prompt_tokens
             try:
                 outputs = llm.step()
                 self._failures = 0
@@ -237,6 +240,10 @@ class EngineLoop:
                 self._recover(llm, error)
                 continue
             self._steps += 1
+            tokens = llm.engine.scheduler.num_prompt_tokens - prompt_tokens
+            tokens += sum(len(output.token_ids) for output in outputs)
+            if tokens:  # else the step delivered the end of a request, or waited for the disk
+                self._on_step(tokens)
             self._note_started(llm, begun)
             self._publish(llm)
             self._deliver(outputs)

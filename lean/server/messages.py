@@ -11,10 +11,8 @@ from lean.server.protocol import Message
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def turns_of(messages: Sequence[Message], most: int) -> list[dict[str, str]]:
+def turns_of(messages: Sequence[Message]) -> list[dict[str, str]]:
     """Role and content of each message. Raises ApiError, which names the field, for what is not supported."""
-    if len(messages) > most:
-        raise bad_field("messages", f"has {len(messages)} entries: this server takes at most {most}")
     return [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 

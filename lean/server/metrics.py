@@ -20,6 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_STEP = (1, *(2**power for power in range(3, 15)))
 _TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
 _LABELS = ("model_name", "engine")
@@ -49,11 +50,17 @@ class Metrics:
         self._latency = seconds("e2e_request_latency_seconds", "Seconds from a request's arrival to its end.")
         self._first = seconds("time_to_first_token_seconds", "Seconds to the first token.", _FIRST)
         self._inter = seconds("inter_token_latency_seconds", "Seconds between two tokens of a sequence.", _TOKEN)
+        self._each = seconds(
+            "request_time_per_output_token_seconds",
+            "Mean seconds between two tokens of a sequence that ended; 0 where it has fewer than two.",
+            _TOKEN,
+        )
         self._queue = seconds("request_queue_time_seconds", "Seconds that a request waited for its first step.")
         self._prefill = seconds("request_prefill_time_seconds", "Seconds from the first step to the first token.")
         self._decode = seconds("request_decode_time_seconds", "Seconds from the first token to the last.")
         self._prompt_size = seconds("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._answer_size = seconds("request_generation_tokens", "Generated tokens of a sequence.", _TOKENS)
+        self._step = seconds("iteration_tokens_total", "Prompt tokens and generated tokens of a step.", _STEP)
         self._most = seconds("request_max_num_generation_tokens", "Tokens that a request asked for.", _TOKENS)
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of requests that gave a first token.")
         self._generated = counter("vllm:generation_tokens", "Generated tokens.")
@@ -76,6 +83,10 @@ class Metrics:
 
     def response(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
+
+    def step(self, tokens: int) -> None:
+        """A step of the engine has computed prompt tokens and generated others; the engine's thread says how many."""
+        self._step.observe(tokens)
 
     def ignored(self, fields: int) -> None:
         self._unknown.inc(fields)
@@ -171,9 +182,12 @@ class JobMetrics:
             self._last[key] = part.time
         if output.finish_reason is not None:
             metrics._success.labels(*metrics._labels, output.finish_reason).inc()
-            metrics._answer_size.observe(self._tokens.get(key, 0))
+            tokens = self._tokens.get(key, 0)
+            metrics._answer_size.observe(tokens)
             if key in self._first:
-                metrics._decode.observe(part.time - self._first[key])
+                decode = self._last[key] - self._first[key]
+                metrics._decode.observe(decode)
+                metrics._each.observe(decode / max(1, tokens - 1))
 
     def _begin(self, part: Part, key: tuple[int, int]) -> None:
         metrics, job = self._metrics, self._job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from lean.sampling_params import SamplingParams
 from lean.server.bounds import Bounds, most_tokens
 from lean.server.config import ServerConfig
 from lean.server.errors import ApiError, bad_field, refused
-from lean.server.fields import MOST_INT, is_ids
+from lean.server.fields import MOST_INT, Wire, is_ids
 from lean.server.messages import turns_of
 from lean.server.protocol import (
     ChatRequest,
@@ -30,16 +31,19 @@ from lean.server.protocol import (
     read_body,
     unknown_fields,
 )
-from lean.text.prompt import encode_chat, token_ids
+from lean.text.prompt import encode_chat, has_second_bos, token_ids
 from lean.text.template import has_template
 
 if TYPE_CHECKING:
     from lean.llm import LLM
 
+log = logging.getLogger("lean")
+
 NUM_THREADS = 2
 LARGE_BODY = 2**18  # bytes; reading 4 MiB of text takes seconds
 
 R = TypeVar("R")
+W = TypeVar("W", bound=Wire)
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class Preparer:
         for _ in range(NUM_THREADS):
             self._copies.put(copy.deepcopy(model.tokenizer))
         self._own = threading.local()
+        self._has_warned = False
         self._pool = ThreadPoolExecutor(NUM_THREADS, "lean-prepare", self._begin)
 
     def _begin(self) -> None:
@@ -127,9 +132,12 @@ class Preparer:
 
     # --- in a thread of the pool ---
 
+    def _read(self, kind: type[W], body: bytes) -> W:
+        return read_body(kind, body, self.bounds.most_counted, self.bounds.check_size)
+
     def chat(self, body: bytes) -> Prepared:
         """Body of /v1/chat/completions."""
-        request = read_body(ChatRequest, body, self.bounds.check_size)
+        request = self._read(ChatRequest, body)
         prepared = self._common(request, chat=True)
         report = request.top_logprobs or 0
         if request.top_logprobs is not None and not request.logprobs:
@@ -144,7 +152,7 @@ class Preparer:
 
     def completion(self, body: bytes) -> Prepared:
         """Body of /v1/completions."""
-        request = read_body(CompletionRequest, body, self.bounds.check_size)
+        request = self._read(CompletionRequest, body)
         prepared = self._common(request, chat=False)
         self.bounds.bound("logprobs", request.logprobs or 0, self.config.max_logprobs)
         given = request.prompt
@@ -153,6 +161,8 @@ class Preparer:
         self.bounds.check_text(max((len(item) for item in items if isinstance(item, str)), default=0), "prompt")
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = [self._text_ids(item, special, "prompt") if isinstance(item, str) else item for item in items]
+        if special:
+            self._warn_of_bos([one for one, item in zip(ids, items) if isinstance(item, str)])
         self.bounds.check_prompts(ids, "prompt")
         echo = bool(request.echo)
         texts = tuple(item if isinstance(item, str) else self.tokenizer.decode(item) for item in items) if echo else ()
@@ -164,7 +174,7 @@ class Preparer:
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
         """Body of /tokenize, and its answer."""
-        request = read_body(TokenizeRequest, body)
+        request = self._read(TokenizeRequest, body)
         unknown_fields(request)
         self.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
@@ -179,7 +189,7 @@ class Preparer:
 
     def detokenize(self, body: bytes) -> dict[str, Any]:
         """Body of /detokenize, and its answer."""
-        request = read_body(DetokenizeRequest, body)
+        request = self._read(DetokenizeRequest, body)
         unknown_fields(request)
         self.check_model(request.model)
         self.bounds.check_ids(request.tokens, "tokens", self.bounds.vocab_size)
@@ -238,13 +248,23 @@ class Preparer:
     def _turns(self, request: ChatRequest | TokenizeRequest) -> list[dict[str, str]]:
         if not self.has_template:
             raise ApiError(400, "the model has no chat template: use /v1/completions", "messages")
-        return turns_of(request.messages or [], self.config.max_messages)
+        return turns_of(request.messages or [])
 
     def _chat_ids(self, turns: list[dict[str, str]]) -> list[int]:
         try:
             return encode_chat(self.tokenizer, turns)
         except RequestError as error:
             raise ApiError(400, str(error).removesuffix("; try --no-chat"), "messages") from None
+
+    def _warn_of_bos(self, texts: list[list[int]]) -> None:
+        """Say, once, that clients write a BOS before texts to which the tokenizer adds one."""
+        if not self._has_warned and any(has_second_bos(self.tokenizer, ids) for ids in texts):
+            self._has_warned = True
+            log.warning(
+                "the prompt of a completion begins with %s and the tokenizer adds another one: the client should send "
+                "add_special_tokens: false; later ones are not reported",
+                self.tokenizer.bos_token,
+            )
 
     def _text_ids(self, text: str, special: bool, name: str) -> list[int]:
         try:

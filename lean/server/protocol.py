@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError
 
-from lean.server.config import MOST_MESSAGES
 from lean.server.errors import ApiError, bad_field
 from lean.server.fields import (
     MOST_INT,
+    TOO_MANY,
     Content,
     LogitBias,
     Prompt,
     RequiredTokenIds,
     Stop,
+    Tally,
     TokenIds,
     Wire,
-    count,
+    counted,
     kinds_of,
-    of_value,
 )
 
 # Fields that change nothing in an answer: nothing is said about them.
@@ -131,15 +131,8 @@ class Message(Wire):
     content: Content = None
 
 
-def _counted(message: Message, info: ValidationInfo) -> Message:
-    """Refuse the first message too many. pydantic's own limit would make the whole list a part of its error."""
-    if count(info, "messages") == MOST_MESSAGES + 1:
-        raise PydanticCustomError("lean", f"is one message too many: there may be {MOST_MESSAGES}")
-    return message
-
-
 # Reading ends at the first fault: a body of a million faults costs no more than one of one.
-Messages = Annotated[list[Annotated[Message, AfterValidator(_counted)]], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[Annotated[Message, counted("messages")]], Field(min_length=1, fail_fast=True)]
 
 
 class ChatRequest(GenerationRequest):
@@ -177,12 +170,19 @@ class DetokenizeRequest(Wire):
     tokens: RequiredTokenIds
 
 
-def read_body(kind: type[T], body: bytes, check_size: Callable[[str, Any], None] = lambda name, value: None) -> T:
+def read_body(
+    kind: type[T],
+    body: bytes,
+    most: Mapping[str, int] = MappingProxyType({}),
+    check_size: Callable[[str, Any], None] = lambda name, value: None,
+) -> T:
     """A request of JSON. Raises ApiError, which names the first field at fault.
 
-    ``check_size`` gets name and value of a field that may hold very much, before each entry is looked at.
+    Args:
+        most: how many entries messages and logit_bias may have, by these names. Reading ends at the first one too many.
+        check_size: gets name and value of another field that may hold very much, before each entry is looked at.
     """
-    request = _parsed(kind, body)
+    request = _parsed(kind, body, most)
     for name, one in kinds_of(kind):
         value = getattr(request, name)
         check_size(name, value)
@@ -191,9 +191,9 @@ def read_body(kind: type[T], body: bytes, check_size: Callable[[str, Any], None]
     return request
 
 
-def _parsed(kind: type[T], body: bytes) -> T:
+def _parsed(kind: type[T], body: bytes, most: Mapping[str, int]) -> T:
     try:
-        return kind.model_validate_json(body, context={})
+        return kind.model_validate_json(body, context=Tally(most))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         message = first["msg"][:1].lower() + first["msg"][1:]
@@ -201,7 +201,7 @@ def _parsed(kind: type[T], body: bytes) -> T:
             raise ApiError(400, f"the body is no JSON: {message.removeprefix('invalid JSON: ')}") from None
         if not first["loc"]:
             raise ApiError(400, f"the body must be a JSON object: {message}") from None
-        param = field_path(of_value(first["loc"]))
+        param = field_path(first["loc"][:1] if first["type"] == TOO_MANY else first["loc"])
         if first["type"] == "missing":
             message = "is missing"
         raise bad_field(param, message.replace("input should be", "must be")) from None

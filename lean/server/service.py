@@ -67,7 +67,7 @@ class Service:
         self.config, self.names = config, names
         self._load_engine, self._defaults, self._chat_max_tokens = load, defaults, chat_max_tokens
         self._on_ready = on_ready
-        self.engine = EngineLoop(self._load, self._ready, self._ended)
+        self.engine = EngineLoop(self._load, self._ready, self._ended, lambda tokens: self.metrics.step(tokens))
         self.metrics = Metrics(names[0], lambda: self.engine.snapshot)
         self.phase = Phase.LOADING
         self.created = int(time.time())

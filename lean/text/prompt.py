@@ -36,9 +36,14 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool | None = None) -> list
     if chat or (chat is None and has_template(tokenizer)):
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
     ids = token_ids(tokenizer, prompt, add_special_tokens=True)
-    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+    if has_second_bos(tokenizer, ids):
         log.warning("the prompt begins with %s and the tokenizer adds another one", tokenizer.bos_token)
     return ids
+
+
+def has_second_bos(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Whether a prompt begins with two BOS: its text spells one, and the tokenizer adds another one."""
+    return tokenizer.bos_token_id is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:

@@ -83,6 +83,8 @@ def test_the_lines_of_the_start_lead_to_an_answer(lean, folder, monkeypatch):
     client.done()
     assert (code, out) == (0, "")
     assert f"serving mine at {client.url}/v1; 4 requests run at once where each has at most" in err
+    assert "KV cache int8, last 64 and first 4 tokens unquantized, 72 bytes/token" in err
+    assert "room for 2,048 tokens" in err
     assert f"try: curl {client.url}/v1/chat/completions -d '" in err
     assert "warning" not in err
 
@@ -160,6 +162,7 @@ def test_a_server_for_others_without_keys_is_warned_about(lean, folder, monkeypa
         (("--n", "2"), "each request"),
         (("--port", "70000"), "port"),
         (("--max-body-size", "much"), "much"),
+        (("--kv-dtype", "int7"), "int7"),
         (("--ssl-certfile", "no.pem"), "ssl-keyfile"),
         (("--ssl-certfile", __file__, "--ssl-keyfile", __file__), "certificate"),
     ],

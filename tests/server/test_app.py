@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from http_server import CONTROL, chat_tokenizer, error_of, loader, served
+from http_server import CONTROL, SETTINGS, chat_tokenizer, error_of, loader, served
 from tiny import EOS
 
 from lean import SamplingParams
@@ -294,6 +294,38 @@ def test_metrics_count_what_was_generated(server):
     assert value("lean_ignored_fields_total") == ignored + 1
     assert value('vllm:request_success_total{engine="0",finished_reason="length"') >= 1
     assert value("vllm:num_requests_running") == 0
+
+
+def test_metrics_tell_the_tokens_of_each_step_and_the_time_of_each_token(server):
+    def values():
+        lines = server.http.get("/metrics").text.splitlines()
+        found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("vllm:"))
+        names = ("iteration_tokens_total", "request_time_per_output_token_seconds", "request_decode_time_seconds")
+        end = '{engine="0",model_name="tiny"}'
+        return [float(found[f"vllm:{name}_{part}{end}"]) for name in names for part in ("count", "sum")]
+
+    def change(**fields):
+        before = values()
+        server.complete("hello", **{**GREEDY, **fields})
+        return [new - old for new, old in zip(values(), before)]
+
+    steps, tokens, answers, seconds, _, decode = change()
+    assert (steps, tokens, answers) == (5, 5 + 5, 1)
+    assert 4 * seconds == pytest.approx(decode)
+    assert decode > 0
+    assert change(max_tokens=1) == [1, 5 + 1, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(("kv_dtype", "token_bytes"), [("bf16", 2 * 2 * 16 * 2), ("int8", 2 * 2 * (16 + 2))])
+def test_metrics_and_answers_tell_the_format_that_the_cache_has(folder, kv_dtype, token_bytes):
+    """K and V of one layer with 2 heads of 16 dims; int8 has a scale of 2 bytes beside them."""
+    with served(loader(folder, kv_dtype=kv_dtype, kv_residual_length=0)) as server:
+        lines = server.http.get("/metrics").text.splitlines()
+        pools = [line.rsplit(" ", 1) for line in lines if line.startswith("lean_kv_pool_bytes{")]
+        assert len(pools) == 1
+        assert f'format="{kv_dtype}"' in pools[0][0]
+        assert float(pools[0][1]) == SETTINGS["num_blocks"] * server.llm.config.block_size * token_bytes
+        assert server.complete("a", max_tokens=1).json()["system_fingerprint"].endswith(f"-{kv_dtype}-r0")
 
 
 def test_the_description_names_every_field_and_no_schema_is_missing(server):

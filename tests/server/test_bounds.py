@@ -18,7 +18,7 @@ LONG = {"prompt": "hello", "max_tokens": 200, "temperature": 0, "ignore_eos": Tr
 
 @pytest.fixture(scope="module")
 def small(folder):
-    with served(loader(folder), max_body_size=2000, max_header_size=4000) as server:
+    with served(loader(folder), max_body_size=2000, max_header_size=4000, max_messages=3) as server:
         yield server
         server.assert_idle()
 
@@ -71,6 +71,13 @@ def test_a_body_over_the_limit_is_refused_whether_its_length_is_told_or_not(smal
     assert error_of(small.http.post("/v1/completions", content=b"x" * 3000))[0] == 413
     assert error_of(small.http.post("/v1/completions", content=chunks()))[0] == 413
     assert small.complete("a", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_the_number_of_messages_is_bounded(small, path):
+    message = {"role": "user", "content": "a"}
+    assert small.post(path, {"messages": [message] * 3, "max_tokens": 1}).status_code == 200
+    assert error_of(small.post(path, {"messages": [message] * 4, "max_tokens": 1}))[:2] == (400, "messages")
 
 
 def test_a_length_of_many_digits_is_refused(small):

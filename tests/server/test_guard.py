@@ -40,8 +40,6 @@ def test_the_name_of_a_host_header_has_no_port():
         ({"ssl_certfile": "a.pem"}, "ssl-keyfile"),
         ({"api_key": [""]}, "api-key"),
         ({"host": ""}, "host"),
-        ({"max_logit_bias": 16385}, "max-logit-bias"),
-        ({"max_messages": 16385}, "max-messages"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options, word):

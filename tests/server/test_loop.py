@@ -21,11 +21,11 @@ def llm(tiny):
 
 
 @asynccontextmanager
-async def running(llm):
+async def running(llm, **named):
     """A loop on an engine; at its end nothing is left in the engine."""
     ready = asyncio.Event()
     ended = asyncio.get_running_loop().create_future()
-    loop = EngineLoop(lambda: llm, ready.set, ended.set_result)
+    loop = EngineLoop(lambda: llm, ready.set, ended.set_result, **named)
     loop.ended = ended
     loop.start()
     await asyncio.wait_for(ready.wait(), WAIT_S)
@@ -60,9 +60,9 @@ async def rest_of(job):
         return error.status
 
 
-def in_loop(llm, test):
+def in_loop(llm, test, **named):
     async def main():
-        async with running(llm) as loop:
+        async with running(llm, **named) as loop:
             return await test(loop)
 
     return asyncio.run(main())
@@ -86,6 +86,13 @@ def test_every_sequence_of_a_prompt_is_delivered(llm):
     params = SamplingParams(max_tokens=4, temperature=1, seed=1, n=3, ignore_eos=True)
     found = in_loop(llm, lambda loop: answer(loop, [5, 6], params=params))
     assert {key: len(ids) for key, ids in found.items()} == {(0, index): 4 for index in range(3)}
+
+
+def test_each_step_tells_the_prompt_tokens_it_computed_and_the_tokens_it_generated(tiny):
+    tokens = []
+    llm = LLM(str(tiny("llama", num_hidden_layers=1)), EngineConfig(**SETTINGS, prefill_chunk=16))
+    in_loop(llm, lambda loop: answer(loop, [9] * 40), on_step=tokens.append)
+    assert tokens == [16, 16, 8 + 1, *[1] * 5]
 
 
 def test_a_refused_prompt_ends_its_job_alone(llm):
