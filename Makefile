@@ -39,7 +39,7 @@ bench: .venv/.installed
 	$(BIN)/lean bench decode $(MODEL)
 
 fidelity: .venv/.installed-dev
-	$(BIN)/lean sweep $(MODEL) --dtype float32 --bos none --out build/fidelity
+	$(BIN)/lean sweep $(MODEL) --dtype float32 --bos none --formats int8,fp8,k8v4,k6v4,int4,pc4v3 --out build/fidelity
 
 KERNELS := $(BIN)/python -P -m lean.kernels.report --jobs 2 --head-dim 64 128 256
 NVIDIA := sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120

@@ -204,9 +204,12 @@ def packing_line(packing: "Packing | None", exact_bytes: int, by_default: bool =
 
 
 def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """The object of ``info --json``. Bytes cover all layers; null for a format that does not support the head_dim."""
+    """The object of ``info --json``. Bytes cover all layers; null for a format that does not support the head_dim.
+
+    No residual is counted, but of the formats that need one the smallest.
+    """
     from lean.model.info import inspect_model
-    from lean.quant import NAMES, raw_format
+    from lean.quant import CHANNEL_TOKENS, NAMES, parse_kv_dtype, raw_format
     from lean.store.gguf.weights import GgufModel
     from lean.store.prequantized.plan import CheckpointModel
     from lean.store.source import resolve
@@ -220,7 +223,8 @@ def model_report(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
 
     def plan(kv_dtype: str) -> CachePlan | None:
         try:
-            config = EngineConfig(kv_dtype=kv_dtype, kv_residual_length=0)
+            least = CHANNEL_TOKENS if parse_kv_dtype(kv_dtype)[0].by_channel else 0
+            config = EngineConfig(kv_dtype=kv_dtype, kv_residual_length=least)
             return plan_cache(info.layers, config, raw_format(info.dtype), info.states)
         except ConfigError:
             return None

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lean.errors import ConfigError
 from lean.eval.bench.memory import COLD_BYTES, read_bandwidth
 from lean.eval.bench.replay import time_calls
 from lean.eval.bench.shape import BLOCK_SIZE, Shape, layouts
@@ -107,8 +108,12 @@ def _recordable(contender: str, shape: Shape, dtype: torch.dtype, device: torch.
 def _residuals(kv_dtype: str, wanted: Sequence[int]) -> list[int]:
     """The residuals to measure: none for an exact cache, and those that hold a group where K is encoded in groups."""
     k_format, v_format = parse_kv_dtype(kv_dtype)
+    if not k_format.quantized and not v_format.quantized:
+        return [0]
     least = CHANNEL_TOKENS if k_format.by_channel else 0
-    return [one for one in wanted if one >= least] if k_format.quantized or v_format.quantized else [0]
+    if not (measured := [one for one in wanted if one >= least]):
+        raise ConfigError(f"{kv_dtype} needs a residual of at least {least} tokens: add one to --residual")
+    return measured
 
 
 def bench_attention(

@@ -1,1 +1,1 @@
-"""The two ops in C++ for CPUs: sources, their build, and the binding."""
+"""The ops in C++ for CPUs: sources, their build, and the binding."""

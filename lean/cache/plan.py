@@ -202,10 +202,8 @@ def _layer_rules(
             if not fmt.supports(dim):
                 raise ConfigError(
                     f"layer {index}: {name} head_dim {dim} does not fit {fmt.name}, which needs a multiple of "
-                    f"{fmt.dim_multiple}: use --kv-dtype bf16 or fp32"
+                    f"{fmt.dim_multiple}: use --kv-dtype {'bf16 or fp32' if dim % 8 else 'int8 or bf16'}"
                 )
-        if k.by_channel:
-            _check_groups(k, config.block_size, length)
         window = layer.window or config.window or 0
         seen = sinks if window and not layer.window else 0
         exact = length if k.quantized or v.quantized else 0
@@ -213,6 +211,8 @@ def _layer_rules(
             k = v = dtype_format
             exact = 0
             covered.add(window)
+        if k.by_channel:
+            _check_groups(k, config.block_size, length)
         rules.append(_Rule(window, seen, k, v, exact, sinks if exact else 0))
     for index, layer in enumerate(layers):
         if layer.kv_layer is not None and rules[index] != rules[layer.kv_layer]:

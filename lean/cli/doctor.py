@@ -203,7 +203,7 @@ def _check_kernels(device: torch.device, serving: str) -> Finding:
         worst = max(worst, error)
     steps = "" if record is None else ", recorded steps included"
     return Finding(
-        "kernels", "ok", f"{serving}: all formats agree with the torch reference (largest error {worst:.1g}){steps}"
+        "kernels", "ok", f"{serving}: the formats agree with the torch reference (largest error {worst:.1g}){steps}"
     )
 
 

@@ -38,7 +38,7 @@ def sweep(
     ] = None,
     formats: Annotated[
         str, typer.Option(help="KV formats to measure, separated by commas; names as for --kv-dtype.")
-    ] = "int8,fp8,k8v4,k6v4,int4,pc4v3",
+    ] = "int8,fp8,k8v4,k6v4,int4",
     windows: Annotated[
         str, typer.Option(help="Windows to measure, in tokens, separated by commas; none is full attention.")
     ] = "none,1024",

@@ -86,6 +86,14 @@ def test_a_window_within_the_residual_runs_exact_and_says_so():
         assert (pool.layouts[0].k_format, pool.layouts[0].v_format) == (INT8, INT8)
 
 
+def test_blocks_too_small_for_keys_by_channel_serve_layers_that_run_exact():
+    exact, quantized = LayerShape(4, 2, 16, 16, 64), LayerShape(4, 2, 16, 16)
+    (pool,) = plan((exact,), FP32, kv_dtype="pc4v3", block_size=16).pools
+    assert pool.layouts[0].k_format == FP32
+    with pytest.raises(ConfigError, match="--block-size that is a multiple of 32"):
+        plan((exact, quantized), FP32, kv_dtype="pc4v3", block_size=16)
+
+
 @pytest.mark.parametrize(
     ("kv_dtype", "d64", "d128", "d256"),
     [

@@ -190,6 +190,12 @@ def test_what_cannot_be_measured_is_refused_in_one_line(folder):
     assert "--compile" in refused("bench", "profile", folder, "--context", "30", "--compile")
 
 
+def test_keys_by_channel_need_a_residual_that_holds_a_group():
+    arguments = "--shape", "2/1x16", "--context", "70", "--kv-dtype", "pc4v3", "--rounds", "1", "--against", "none"
+    assert [row["format"] for row in rows("bench", "attention", *arguments, "--residual", "0,64")] == ["pc4v3 R 64"]
+    assert "pc4v3 needs a residual of at least 32" in refused("bench", "attention", *arguments, "--residual", "0")
+
+
 def test_latent_vectors_are_one_shape_of_attention():
     found = rows("bench", "attention", "--shape", "4/1x40:32", "--context", "70", "--kv-dtype", "int8", "--rounds", "2")
     assert {(row["num_q_heads"], row["num_kv_heads"], row["head_dim"]) for row in found} == {(4, 1, 40)}

@@ -80,6 +80,7 @@ def test_info_describes_a_model_and_what_its_cache_costs(lean, model):
     assert (report["model_type"], report["dtype"], report["layers"], report["head_dim"]) == ("llama", "float32", 1, 16)
     assert (report["num_q_heads"], report["num_kv_heads"], report["max_position_embeddings"]) == (4, 2, 512)
     costs = {"fp32": 256, "bf16": 128, "int8": 72, "fp8": 72, "k8v4": 54, "int4": 36, "int3": 28, "k6v4": 44}
+    costs |= {"pc4v3": 32}
     assert report["bytes_per_token"].keys() == set(NAMES)
     assert report["bytes_per_token"] | costs == report["bytes_per_token"]
     code, out, err = lean("info", model)
