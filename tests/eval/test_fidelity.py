@@ -17,7 +17,7 @@ from lean.eval.score.fidelity import (
     read_reference,
 )
 from lean.eval.score.perplexity import prepare
-from lean.model import attention
+from lean.kernels import ops
 from lean.quant import INT4, quantize_dequantize
 
 TEXT = Corpus("sample", "The quick brown fox\n\njumps over the lazy dog, é😀! " * 5, "repeated")
@@ -127,7 +127,7 @@ def test_greedy_answers_are_greedy_and_whole(exact):
 def test_constant_keys_cost_nothing_however_far_they_are_off(exact, reference, monkeypatch):
     """One vector added to every stored key does not change the softmax. So the measure is the KLD of predictions, never
     the error of the stored numbers: here the larger error is the harmless one."""
-    write, errors = attention.kv_write, {}
+    write, errors = ops.kv_write, {}
 
     def moved(pool, key, value, slots):
         shift = 3.0 * key.std() * torch.ones(key.shape[-1])
@@ -141,7 +141,7 @@ def test_constant_keys_cost_nothing_however_far_they_are_off(exact, reference, m
 
     klds = {}
     for name, broken in (("moved", moved), ("rounded", rounded)):
-        monkeypatch.setattr(attention, "kv_write", broken)
+        monkeypatch.setattr(ops, "kv_write", broken)
         klds[name] = compare(reference, candidate(exact, "fp32", kv_residual_length=None)).kld_mean
     assert errors["moved"] > 100 * errors["rounded"]
     assert klds["moved"] < klds["rounded"] / 100

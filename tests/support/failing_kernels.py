@@ -7,9 +7,11 @@ from unittest.mock import patch
 
 import torch
 
-from lean.kernels.call import CALLS, from_arguments
+from lean.kernels.call import from_arguments
 from lean.kernels.triton import backend
 from lean.kernels.triton.launch import Launch
+
+OPS = ("kv_write", "paged_attention")  # that have GPU kernels
 
 
 class Kernel:
@@ -35,7 +37,7 @@ def raising(error: BaseException) -> Kernel:
 
 @contextmanager
 def gpu_back_end(kernel: Kernel) -> Iterator[None]:
-    """Inside, both ops run the GPU's back end, whose every plan is one launch of ``kernel``. Outputs are zeros."""
+    """Inside, the ops run the GPU's back end, whose every plan is one launch of ``kernel``. Outputs are zeros."""
     launches = [Launch(kernel, (1,), {}, {})]
 
     def attention(call: Any, target: object) -> tuple[torch.Tensor, list[Launch]]:
@@ -44,6 +46,6 @@ def gpu_back_end(kernel: Kernel) -> Iterator[None]:
     with (
         patch.object(backend, "plan_kv_write", lambda call, target: launches),
         patch.object(backend, "plan_paged_attention", attention),
-        patch.multiple(torch.ops.lean, **{name: from_arguments(name, getattr(backend, name)) for name in CALLS}),
+        patch.multiple(torch.ops.lean, **{name: from_arguments(name, getattr(backend, name)) for name in OPS}),
     ):
         yield

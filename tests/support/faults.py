@@ -6,13 +6,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_checkpoint
 
+from lean.kernels import ops
 from lean.kernels.parts import parts_of
-from lean.model import attention
 
 
 def sabotage(monkeypatch, factor, layers=None, keys_only=False):
     """Scales that ``kv_write`` leaves in the cache, times ``factor``, in the layers at these indices of the pool."""
-    write = attention.kv_write
+    write = ops.kv_write
 
     def broken(pool, key, value, slot_mapping):
         write(pool, key, value, slot_mapping)
@@ -28,7 +28,7 @@ def sabotage(monkeypatch, factor, layers=None, keys_only=False):
             else:
                 scales[block, :, slot] *= factor
 
-    monkeypatch.setattr(attention, "kv_write", broken)
+    monkeypatch.setattr(ops, "kv_write", broken)
 
 
 def outlier_keys(folder, layer=0, factor=500.0):
