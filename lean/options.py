@@ -53,12 +53,17 @@ class Options:
         except (ConfigError, RequestError) as error:
             raise ConfigError(f"{path}: {error}") from None
 
-    def to_yaml(self) -> str:
-        """All options as YAML that `read_yaml` reads. null: the engine derives the value from model and machine."""
+    def to_yaml(self, leave_out: Collection[str] = ()) -> str:
+        """All options as YAML that `read_yaml` reads. null: the engine derives the value from model and machine.
+
+        Args:
+            leave_out: options that are not written.
+        """
         from lean import yaml_file
 
         sampling = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.sampling).items()}
-        return yaml_file.write({"model": self.model, **asdict(self.engine), **sampling})
+        values = {"model": self.model, **asdict(self.engine), **sampling}
+        return yaml_file.write({key: value for key, value in values.items() if key not in leave_out})
 
 
 def read_yaml(path: str | Path, also: Collection[str] = ()) -> dict[str, Any]:

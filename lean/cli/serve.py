@@ -44,7 +44,8 @@ def serve(
     config = ServerConfig.read({key: value for key, value in given.items() if key in SERVER_KEYS})
     options = given_options(context, also=SERVER_KEYS)
     if context.params["print_config"]:
-        _print_config(options, config)
+        # The default of max_tokens is not one number, so a file of defaults has none.
+        _print_config(options, config, leave_out=() if "max_tokens" in given else ("max_tokens",))
         return
     require_packages()
     chat_max_tokens = options.sampling.max_tokens if "max_tokens" in given else DEFAULT_CHAT_MAX_TOKENS
@@ -57,13 +58,13 @@ def require_packages() -> None:
         raise UserError("lean serve needs packages that are not installed: pip install 'lean-inference[serve]'")
 
 
-def _print_config(options: "Options", config: ServerConfig) -> None:
-    """All options as YAML; keys are left out."""
+def _print_config(options: "Options", config: ServerConfig, leave_out: tuple[str, ...]) -> None:
+    """All options as YAML but keys and those to ``leave_out``."""
     from lean import yaml_file
 
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()}
     del values["api_key"]
-    print(options.to_yaml() + yaml_file.write(values), end="")
+    print(options.to_yaml(leave_out) + yaml_file.write(values), end="")
 
 
 def _serve(options: "Options", config: ServerConfig, chat_max_tokens: int, no_probe: bool) -> None:

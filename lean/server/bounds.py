@@ -7,15 +7,14 @@ from typing import Any
 from lean.errors import shown
 from lean.server.config import ServerConfig
 from lean.server.errors import bad_field
-from lean.server.protocol import GenerationRequest
+from lean.server.protocol import CompletionRequest, GenerationRequest
 
 TOO_LONG = "context_length_exceeded"
 
 
 def most_tokens(request: GenerationRequest) -> int | None:
     """The tokens that an answer may have; None: the request does not say."""
-    newer = getattr(request, "max_completion_tokens", None)
-    return request.max_tokens if newer is None else newer
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
 
 
 class Bounds:
@@ -72,7 +71,7 @@ class Bounds:
         """Refuse numbers, stop strings, ids and biases that are too large."""
         config = self.config
         self.bound("n", request.n or 1, min(config.max_n, self.max_num_seqs))
-        if most_tokens(request) == 0 and not getattr(request, "echo", None):
+        if most_tokens(request) == 0 and not (isinstance(request, CompletionRequest) and request.echo):
             raise bad_field("max_tokens", "must be at least 1, or 0 with echo")
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
         self.bound("stop", max(map(len, stop), default=0), config.max_stop_length, "characters in one string")

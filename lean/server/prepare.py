@@ -179,6 +179,8 @@ class Preparer:
         self.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise bad_field("prompt", "or messages must be given, not both")
+        if request.messages is not None and request.add_special_tokens:
+            raise bad_field("add_special_tokens", "goes with a prompt: chat templates write their own special tokens")
         if request.prompt is not None:
             special = True if request.add_special_tokens is None else request.add_special_tokens
             ids = self._text_ids(request.prompt, special, "prompt")
@@ -230,7 +232,7 @@ class Preparer:
     def _params(self, request: GenerationRequest, chat: bool) -> SamplingParams:
         """The defaults, and what the request says."""
         self.bounds.check_fields(request)
-        given = {key: getattr(request, key, None) for key in SAMPLING_KEYS if key not in ("logprobs", "max_tokens")}
+        given = {key: getattr(request, key) for key in SAMPLING_KEYS if key not in ("logprobs", "max_tokens")}
         if given["top_k"] == -1:  # vLLM's way to turn it off
             given["top_k"] = 0
         if request.seed is not None and request.seed < 0:

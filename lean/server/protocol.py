@@ -55,14 +55,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "suffix": (),
     "best_of": (1,),
-    # vLLM
+    # vLLM; those that a request has as fields of its own are not looked up here
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
     "allowed_token_ids": (),
     "bad_words": (),
     "chat_template": (),
     "chat_template_kwargs": (),
     "continue_final_message": (False,),
     "documents": (),
+    "echo": (False,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -70,13 +72,19 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "logits_processors": (),
+    "logprob_token_ids": (),
     "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "return_weight_versions": (False,),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
+    "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "watermarking": (False,),
     # llama.cpp
     "dry_multiplier": (0.0,),
     "grammar": (),
@@ -106,6 +114,7 @@ class GenerationRequest(Wire):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -139,7 +148,6 @@ class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
 
@@ -197,6 +205,8 @@ def _parsed(kind: type[T], body: bytes, most: Mapping[str, int]) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         message = first["msg"][:1].lower() + first["msg"][1:]
+        if first["type"] == "json_invalid" and "recursion limit" in message:
+            raise ApiError(400, "the body is nested too deeply") from None
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body is no JSON: {message.removeprefix('invalid JSON: ')}") from None
         if not first["loc"]:

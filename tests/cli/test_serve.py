@@ -188,6 +188,12 @@ def test_the_extra_is_named_where_it_is_missing(lean, folder, monkeypatch):
     assert_refused(lean("serve", folder), "pip install 'lean-inference[serve]'")
 
 
+def test_a_printed_file_of_defaults_does_not_shorten_chats(lean):
+    """max_tokens in a file is that of chats and completions; without it chats have a longer one."""
+    assert "max_tokens" not in yaml_file.read(lean("serve", "m", "--print-config")[1])
+    assert yaml_file.read(lean("serve", "m", "--max-tokens", "256", "--print-config")[1])["max_tokens"] == 256
+
+
 def test_printed_options_can_be_read_again_and_hold_no_keys(lean, tmp_path, monkeypatch):
     monkeypatch.setenv("LEAN_API_KEY", "geheim other")
     code, out, _ = lean("serve", "m", "--port", "81", "--allowed-host", "a", "--allowed-host", "b", "--print-config")

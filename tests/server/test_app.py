@@ -182,6 +182,11 @@ def test_control_tokens_in_messages_stay_text(server):
     assert server.post("/detokenize", {"tokens": ids}).json()["prompt"].count(text) == 3
 
 
+def test_special_tokens_are_not_added_to_a_chat_that_is_tokenized(server):
+    assert server.post("/tokenize", {**HI, "add_special_tokens": False}).json() == server.post("/tokenize", HI).json()
+    assert error_of(server.post("/tokenize", {**HI, "add_special_tokens": True}))[:2] == (400, "add_special_tokens")
+
+
 def test_text_survives_tokenize_and_detokenize(server):
     text = "é😀 \n<|x|>"
     tokens = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
@@ -245,6 +250,8 @@ def test_a_top_k_of_0_or_minus_1_is_off(server):
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["a"] * 1000}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": False}, "max_tokens"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens"),
         ({"max_tokens": 9, "min_tokens": 10}, "min_tokens"),
         ({"max_tokens": 9999, "min_tokens": 300}, "min_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -268,6 +268,23 @@ def test_a_failed_step_is_a_500_and_the_server_is_healthy_again(folder):
         assert server.complete("a", max_tokens=1).status_code == 200
 
 
+def test_a_step_that_fails_after_the_first_token_ends_the_stream_with_an_error(folder):
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    with served(loader(folder)) as server:
+        runner = server.llm.engine.runner
+        execute = runner.execute
+        for path, body in (("/v1/completions", LONG), ("/v1/chat/completions", chat)):
+            for include_usage in (False, True):
+                steps = iter([execute, execute, lambda chunks: 1 / 0])
+                runner.execute = lambda chunks, steps=steps: next(steps)(chunks)
+                events = server.events(path, {**body, "stream_options": {"include_usage": include_usage}})
+                assert events[0]["choices"]
+                assert events[-1]["error"]["type"] == "server_error"
+                assert not any("error" in event for event in events[:-1])
+        runner.execute = execute
+        server.assert_idle()
+
+
 def test_a_fault_of_the_server_itself_is_a_500_and_is_logged(folder, monkeypatch, caplog):
     with served(loader(folder)) as server:
         monkeypatch.setattr(server.service.preparer, "_common", lambda *arguments, **named: 1 / 0)

@@ -95,7 +95,9 @@ def test_what_is_no_json_object_is_refused(body):
 def test_json_of_any_depth_is_refused_or_read():
     for depth in (10, 1_000, 100_000):
         deep = b"[" * depth + b"]" * depth
-        refusal(read_body, ChatRequest, b'{"messages": ' + deep + b"}")
+        error = refusal(read_body, ChatRequest, b'{"messages": ' + deep + b"}")
+        assert ("nested too deeply" in error.message) == (depth > 10)
+        assert "no JSON" not in error.message
 
 
 def test_a_body_of_many_faults_is_refused_for_the_first_one():
@@ -160,6 +162,14 @@ def test_what_must_be_given_is_missed_by_its_name():
         ("tool_choice", "required"),
         ("chat_template", "{{ 1 }}"),
         ("continue_final_message", True),
+        ("add_special_tokens", True),
+        ("echo", True),
+        ("watermarking", True),
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("thinking_token_budget", 0),
+        ("logprob_token_ids", [1]),
+        ("return_prompt_text", True),
+        ("return_weight_versions", True),
         ("skip_special_tokens", False),
         ("best_of", 2),
         ("best_of", True),
@@ -181,6 +191,9 @@ def test_a_field_that_would_change_the_answer_is_refused(field, value):
         ("tool_choice", "auto"),
         ("best_of", 1),
         ("chat_template_kwargs", {}),
+        ("add_special_tokens", False),
+        ("echo", False),
+        ("thinking_token_budget", -1),
         ("user", "me"),
         ("metadata", {"a": "b"}),
     ],
