@@ -32,7 +32,7 @@ def can_fork() -> bool:
 
 
 def why(error: Exception) -> str:
-    """What is told of an error: of one that lean does not raise itself, its kind too."""
+    """The text that is shown for an error. An error that lean does not raise itself is shown with its type."""
     return str(error) if isinstance(error, LeanError) else f"{type(error).__name__}: {error}"
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from grid_bytes import code_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -43,18 +44,6 @@ def expected(column, fmt):
     return codes, BYTES[index], zero, (codes + zero) * SCALES[index]
 
 
-def code_at(row, dim, j, fmt):
-    """The code of dim j, two's complement, read from a row's bytes as `lean.quant.formats` lays them out."""
-    code, start, unit = 0, 0, j // 32 * 32
-    width = min(32, dim - unit)
-    for bits in {3: (2, 1), 4: (4,), 5: (4, 1)}[fmt.bits]:
-        nbytes = width * bits // 8
-        place = start + unit * bits // 8 + (j - unit) % nbytes
-        code = code << bits | row[place] >> ((j - unit) // nbytes * bits) & (1 << bits) - 1
-        start += dim * bits // 8
-    return code
-
-
 def check(x, fmt):
     dim = x.shape[-1]
     codes, channels = encode_channels(torch.from_numpy(x), fmt)
@@ -69,7 +58,7 @@ def check(x, fmt):
         for d in range(dim):
             want_codes, byte, zero, values = expected(x[group, :, d], fmt)
             assert (channels[group, d], channels[group, dim + d]) == (byte, zero % 256)
-            found = [code_at(row, dim, d, fmt) for row in codes[group].tolist()]
+            found = [code_at(row, dim, d, fmt.bits) for row in codes[group].tolist()]
             np.testing.assert_array_equal(found, want_codes % 2**fmt.bits)
             for own in decoded.values():
                 np.testing.assert_array_equal(own[32 * group : 32 * group + 32, d], values)
@@ -106,7 +95,7 @@ def test_a_non_finite_element_turns_its_channel_into_nan_and_touches_nothing_els
     x[1, 7, 20] = bad
     codes, channels = encode_channels(x, fmt)
     assert (channels[1, 20], channels[1, 64 + 20]) == (0xFF, 0)
-    assert not any(code_at(row, 64, 20, fmt) for row in codes[1].tolist())
+    assert not any(code_at(row, 64, 20, fmt.bits) for row in codes[1].tolist())
     values[1, :, 20] = torch.nan
     found = decode_channels(codes.flatten(0, 1), channels, fmt).view_as(x)
     torch.testing.assert_close(found, values, rtol=0, atol=0, equal_nan=True)

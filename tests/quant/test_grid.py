@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from grid_bytes import code_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -78,25 +79,13 @@ def expected(x, fmt):
     return np.array(codes), np.array(scales), np.array(values)
 
 
-def bits_at(row, dim, j, fmt):
-    """The code of dim j, two's complement, read from a row's bytes as `lean.quant.formats` lays them out."""
-    code, start, unit = 0, 0, j // 32 * 32
-    width = min(32, dim - unit)
-    for bits in {3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}[fmt.bits]:
-        nbytes = width * bits // 8
-        place = start + unit * bits // 8 + (j - unit) % nbytes
-        code = code << bits | row[place] >> ((j - unit) // nbytes * bits) & (1 << bits) - 1
-        start += dim * bits // 8
-    return code
-
-
 def check(x, fmt):
     dim = x.shape[1]
     codes, scales = encode(torch.from_numpy(x), fmt)
     want_codes, want_scales, want_values = expected(x, fmt)
     assert (codes.dtype, scales.dtype) == (torch.uint8, torch.uint8)
     np.testing.assert_array_equal(scales.numpy(), want_scales)
-    found = [[bits_at(row, dim, j, fmt) for j in range(dim)] for row in codes.tolist()]
+    found = [[code_at(row, dim, j, fmt.bits) for j in range(dim)] for row in codes.tolist()]
     np.testing.assert_array_equal(found, want_codes % 2**fmt.bits)
     for dtype in (torch.float32, torch.float64):
         np.testing.assert_array_equal(decode(codes, scales, fmt, dtype).numpy(), want_values)
@@ -154,7 +143,7 @@ def test_a_non_finite_value_turns_its_groups_into_nan_and_touches_nothing_else(f
     assert scales[2, group] == 0xFF
     first = group * fmt.group_size
     values[2, first : first + fmt.group_size] = torch.nan
-    assert not any(bits_at(codes[2].tolist(), 144, first + j, fmt) for j in range(fmt.group_size))
+    assert not any(code_at(codes[2].tolist(), 144, first + j, fmt.bits) for j in range(fmt.group_size))
     torch.testing.assert_close(decode(codes, scales, fmt), values, rtol=0, atol=0, equal_nan=True)
 
 

@@ -14,7 +14,7 @@ from lean.store.prequantized.matrix import fill
 
 # What transformers does with the experts' matrices, and along which dim.
 _JOINS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def exact_matrices(files: TensorFiles, module: Any) -> tuple[ExactMatrix, ...]:
     for key in files.entries:
         name, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, tensors)
         fits = name in tensors and list(tensors[name].shape) == files.shape(key) and len(files.shape(key)) == 2
-        if fits and pattern is None and files.entries[key]["dtype"] in _DTYPES:
+        if fits and pattern is None and files.entries[key]["dtype"] in _FLOATS:
             found[name] = key
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
@@ -142,7 +142,7 @@ def exact_stacks(files: TensorFiles, module: Any) -> tuple[ExpertStack, ...]:
     for name, experts in stacked_layers(stems, module).items():
         keys = [f"{stem}.weight" for layers in experts for stem in layers]
         own = [shapes[name][1] // len(experts[0]), shapes[name][2]]
-        if all(files.shape(key) == own and files.entries[key]["dtype"] in _DTYPES for key in keys):
+        if all(files.shape(key) == own and files.entries[key]["dtype"] in _FLOATS for key in keys):
             parts = tuple(tuple(ExactMatrix(f"{stem}.weight", files) for stem in layers) for layers in experts)
             stacks.append(ExpertStack(name, shapes[name], parts))
     return tuple(stacks)
